@@ -1,0 +1,1 @@
+"""All that lives inside a training process: sensors, controls, guard, macro-batch, control loop, hook, logs."""
