@@ -1,0 +1,153 @@
+"""The sensors of a live training: whatever this machine has, read once an interval."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from .activation_meter import ActivationMeter
+from .cuda import CudaMemory
+from .host import HostSampler
+from .nvml import NvmlSampler, nvml_unavailable_reason, open_sampler
+
+if TYPE_CHECKING:
+    import torch
+
+_GIB = 2**30
+
+
+class CudaMeter:
+    """Peak of torch's CUDA allocator over a micro-batch (`memory_watch.Meter`)."""
+
+    def __init__(self, memory: CudaMemory) -> None:
+        self._memory = memory
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Nothing to set up: the allocator counts by itself."""
+        return nullcontext()
+
+    def reset_peak(self) -> None:
+        """Let the peak begin again."""
+        self._memory.reset_peak()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest memory in tensors since `reset_peak`."""
+        return self._memory.peak_bytes()
+
+
+class LiveSensors:
+    """Sensors by telemetry field, for a CUDA or a CPU run.
+
+    On CUDA: NVML and torch's allocator; capacity is the device's memory, or `memory_limit_gib` if that is less.
+    On CPU: the activation meter stands in; with a limit it sees every micro-batch and enforces the limit, without
+    one it samples, and capacity is what the host has to spare.
+
+    Args:
+        device: The training's device.
+        memory_limit_gib: Memory that the training may use, GiB.
+        nvml_period_s: Seconds between two NVML samples.
+        model: For the memory of weights, gradients and optimizer state.
+    """
+
+    def __init__(
+        self, device: torch.device, memory_limit_gib: float | None, nvml_period_s: float, model: torch.nn.Module
+    ) -> None:
+        self.missing: dict[str, str] = {}  #: what is not measured or not controlled, and why
+        self.nvml: NvmlSampler | None = None
+        self._cuda: CudaMemory | None = None
+        self._host = HostSampler()
+        self._host.take()
+        limit = None if memory_limit_gib is None else memory_limit_gib * _GIB
+        self.static_bytes = _static_bytes(model)
+        self.meter: Any
+        if device.type == "cuda":
+            ordinal = device.index or 0
+            self._cuda = CudaMemory(device)
+            self.meter = CudaMeter(self._cuda)
+            self.meter_every = 1
+            self.capacity_bytes = min(float(self._cuda.capacity_bytes), limit or math.inf)
+            self.nvml = open_sampler(ordinal, nvml_period_s)
+            if self.nvml is None:
+                self.missing["NVML"] = nvml_unavailable_reason(ordinal) or "not available"
+        else:
+            import psutil
+
+            meter = ActivationMeter(None if limit is None else int(limit))
+            meter.static_bytes = int(self.static_bytes)
+            self.meter = meter
+            self.meter_every = 1 if limit is not None else 16
+            available = psutil.virtual_memory().available
+            self.capacity_bytes = limit if limit is not None else float(available + self.static_bytes)
+            self.missing["NVML"] = "this run computes on the CPU; host sensors, fill and the activation meter stand in"
+        self.device_name = _device_name(device)
+
+    @property
+    def names(self) -> list[str]:
+        """The sensors that answer."""
+        names = ["NVML"] if self.nvml is not None else []
+        names += (
+            ["CUDA allocator"]
+            if self._cuda is not None
+            else [f"activation meter ({self.capacity_bytes / _GIB:.2f} GiB)"]
+        )
+        return [*names, "host", "fill"]
+
+    def start(self) -> None:
+        """Begin sampling."""
+        if self.nvml is not None:
+            self.nvml.start()
+
+    def stop(self) -> None:
+        """End sampling; may be called twice."""
+        if self.nvml is not None:
+            self.nvml.stop()
+
+    def power_limit_range(self) -> tuple[float, float]:
+        """Least and greatest power limit of the device, watts; NaN where unknown."""
+        limits = self.nvml.power_limit_range() if self.nvml is not None else None
+        return limits if limits is not None else (math.nan, math.nan)
+
+    def readings(self) -> dict[str, float]:
+        """Values since the last call, by telemetry field; what is not measured is left out."""
+        host = self._host.take()
+        values = {
+            "host_cpu_fraction": host.host_cpu_fraction,
+            "neighbour_cpu_fraction": host.neighbour_cpu_fraction,
+            "host_memory_fraction": host.host_memory_fraction,
+        }
+        if self._cuda is not None:
+            values["allocation_retries"] = float(self._cuda.take_retries())
+        if self.nvml is not None:
+            reading = self.nvml.take()
+            values |= {
+                "gpu_utilization": reading.gpu_utilization,
+                "memory_device_fraction": reading.device_memory_fraction,
+                "power_w": reading.power_w,
+                "energy_j": reading.energy_j,
+                "temperature_c": reading.temperature_c,
+                "clock_fraction": reading.clock_fraction,
+                "throttled": reading.throttled,
+                "neighbours": reading.neighbours,
+            }
+        return values
+
+
+def _static_bytes(model: torch.nn.Module) -> float:
+    """Weights, gradients and two optimizer moments."""
+    total = 0
+    for parameter in model.parameters():
+        size = parameter.numel() * parameter.element_size()
+        total += size + (3 * size if parameter.requires_grad else 0)
+    return float(total)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    import platform
+
+    return platform.processor() or platform.machine()
