@@ -1,0 +1,67 @@
+"""Gradient checkpointing as a hot control: any share of the layers, changed between micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class LayerCheckpointing:
+    """Sets which layers are checkpointed by flipping each layer's `gradient_checkpointing` flag.
+
+    The layers nearest the input are checkpointed first: their recomputation falls to the end of the backward pass,
+    when the activations of the others are already free, so the peak is lowest. Flipping the flags changes no result:
+    a layer computes bit for bit the same either way.
+
+    Args:
+        layers: The model's layers in forward order, each with a `gradient_checkpointing` flag.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = list(layers)
+        self.original = [bool(layer.gradient_checkpointing) for layer in self.layers]
+        self._count = -1
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a layer to control."""
+        return bool(self.layers)
+
+    @property
+    def grid(self) -> np.ndarray:
+        """The fractions that can be set: 0, 1/L, ..., 1."""
+        return np.arange(len(self.layers) + 1) / max(len(self.layers), 1)
+
+    @property
+    def original_fraction(self) -> float:
+        """Share of layers that were checkpointed before the hook came."""
+        return sum(self.original) / max(len(self.layers), 1)
+
+    @property
+    def current_fraction(self) -> float:
+        """Share of layers that are checkpointed now."""
+        return sum(bool(layer.gradient_checkpointing) for layer in self.layers) / max(len(self.layers), 1)
+
+    def set_fraction(self, fraction: float) -> None:
+        """Checkpoint the share `fraction` of the layers, rounded up to whole layers."""
+        count = int(np.ceil(fraction * len(self.layers) - 1e-9))
+        if count != self._count:
+            self._count = count
+            self.apply()
+
+    def apply(self) -> None:
+        """Write the flags again (after someone else changed them)."""
+        if self._count >= 0:
+            for i, layer in enumerate(self.layers):
+                layer.gradient_checkpointing = i < self._count  # type: ignore[assignment]
+
+    def restore(self) -> None:
+        """Put the flags back as they were."""
+        self._count = -1
+        for layer, flag in zip(self.layers, self.original, strict=True):
+            layer.gradient_checkpointing = flag  # type: ignore[assignment]

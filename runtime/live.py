@@ -1,0 +1,321 @@
+"""A live training under control: sensors, memory, policy, guard and logs, driven step by step by the hook."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .actuators import Actuators
+from .config import CruiseConfig
+from .console import RunSummary, change_line, say, start_lines, summary_table
+from .controls import ControlLimits, Controls
+from .fill import FillEstimator
+from .guard import SafetyGuard
+from .interval import IntervalMeter
+from .loop import ControlLoop
+from .macro_batch import MacroBatchRunner
+from .memory_model import PeakMemoryModel
+from .memory_watch import MemoryWatch
+from .policy import make_policy
+from .sensors.live import LiveSensors
+from .tensorboard import CruiseBoard
+from .timer import IntervalTimer
+from .trace import TraceWriter
+
+if TYPE_CHECKING:
+    from .swift_patch import SwiftTrainer
+
+logger = logging.getLogger(__name__)
+
+PREVIEW_STEPS = 8  #: optimizer steps ahead whose lengths are looked at
+SUMMARY_FILE = "swiftcruise_summary.json"  #: the run's totals, in the output directory
+
+
+class LiveRun:
+    """One training under control.
+
+    Args:
+        config: The run's configuration.
+        swift: The trainer.
+        output_dir: Where the trace and the summary go.
+    """
+
+    def __init__(self, config: CruiseConfig, swift: SwiftTrainer, output_dir: Path) -> None:
+        self.config = config
+        self.swift = swift
+        self.output_dir = output_dir
+        self.runner = MacroBatchRunner(swift, swift.accumulation, on_oom=self._on_oom)
+        self.hook_s = 0.0  #: seconds spent in the hook's callbacks
+        self.step = 0
+        self.changes = 0
+        self.total = IntervalMeter()
+        self._interval = IntervalMeter()
+        self._events: list[tuple[str, dict[str, Any]]] = []
+        self._ended = False
+
+    # -- begin -------------------------------------------------------------------------------------------------------
+
+    def begin(self, args: Any, state: Any, saved: Mapping[str, Any] | None) -> None:
+        """Open sensors and logs, restore the controller of a checkpoint, and make the first decision."""
+        config = self.config
+        self.step = state.global_step
+        self._begin_s = time.monotonic()
+        self._main = state.is_world_process_zero
+        self.sensors = LiveSensors(args.device, config.memory_limit_gib, config.nvml_period_s, self.swift.trainer.model)
+        control_layers = config.checkpoint != "keep" and not config.observe
+        layers = self.swift.layer_checkpointing(enable=control_layers)
+        self.model = PeakMemoryModel(1)
+        self.model.set_static(self.sensors.static_bytes / self.sensors.capacity_bytes)
+        self.memory = MemoryWatch(
+            self.model,
+            self.sensors.meter,
+            self.sensors.capacity_bytes,
+            layers if control_layers or config.observe else None,
+            config.memory_cap,
+            every=self.sensors.meter_every,
+        )
+        self.runner.memory = self.memory
+        self.fill = FillEstimator()
+        self.actuators = Actuators(
+            self.runner.settings,
+            workers=config.control_workers and self.swift.loader is not None and self.swift.loader.is_map_style,
+            threads=config.control_threads and args.device.type == "cpu",
+            checkpointing=self.memory.checkpointing is not None and not config.observe,
+            power=self.sensors.nvml if config.control_power else None,
+        )
+        self.actuators.loader = self.swift.loader
+        self.limits = self._limits()
+        self.guard = SafetyGuard(
+            self.limits,
+            memory_cap=config.memory_cap,
+            hysteresis=config.guard.hysteresis,
+            ceiling_recovery=config.guard.ceiling_recovery,
+            model=self.model,
+        )
+        policy = make_policy(
+            "static" if config.observe else config.policy, **({} if config.observe else config.policy_options)
+        )
+        self.loop = ControlLoop(policy, self.guard)
+        self.loop.reset(1, config.seed)
+        self.timer = IntervalTimer(config.interval_s, config.interval_steps)
+        self.timer.restart(self.step)
+        self._open_logs(args)
+        self._announce()
+        self.sensors.start()
+        if config.observe:
+            return
+        self.actuators.apply(self._initial_controls())
+        if saved is not None:
+            self.load_state_dict(saved)
+        else:
+            self._decide(first=True)
+
+    def _limits(self) -> ControlLimits:
+        """The configured limits, narrowed to what this machine and this training have."""
+        limits = self.config.control_limits()
+        threads = self.actuators.in_force().cpu_threads[0]
+        if math.isfinite(threads):
+            high = max(limits.cpu_threads.low, min(limits.cpu_threads.high, threads))
+            limits = replace(limits, cpu_threads=replace(limits.cpu_threads, high=high))
+        low, high = self.sensors.power_limit_range()
+        if math.isfinite(low):
+            limits = replace(limits, power_limit_w=replace(limits.power_limit_w, low=low, high=high))
+        return limits
+
+    def _initial_controls(self) -> Controls:
+        config = self.config
+        given = {
+            "token_budget": config.token_budget,
+            "micro_batch_cap": config.micro_batch_cap,
+            "memory_target": config.memory_target,
+            "checkpoint_fraction": config.checkpoint if isinstance(config.checkpoint, float) else None,
+            "num_workers": config.num_workers,
+            "cpu_threads": config.cpu_threads,
+        }
+        return Controls.of(1, **{k: v for k, v in given.items() if v is not None})
+
+    def _open_logs(self, args: Any) -> None:
+        config = self.config
+        header = {
+            "policy": "none" if config.observe else config.policy,
+            "observe": config.observe,
+            "device": self.sensors.device_name,
+            "capacity_bytes": self.sensors.capacity_bytes,
+            "batch_size": self.swift.batch_size,
+            "accumulation": self.swift.accumulation,
+            "layers": len(self.memory.checkpointing.layers) if self.memory.checkpointing is not None else 0,
+            "resumed_at": self.step,
+            "config": config.model_dump(mode="json"),
+        }
+        self.trace = TraceWriter(self.output_dir / "trace.jsonl", header) if config.trace and self._main else None
+        self.board = CruiseBoard(args.logging_dir) if config.tensorboard and self._main else None
+
+    def _announce(self) -> None:
+        refused = dict(self.sensors.missing)
+        reason = self.swift.fixed_composition
+        if reason:
+            refused["the composition of micro-batches"] = reason
+        controlled = [] if self.config.observe else self.actuators.names
+        lines = start_lines(
+            self.config.policy,
+            self.limits,
+            controlled=controlled,
+            memory_cap=self.config.memory_cap,
+            sensors=self.sensors.names,
+            refused=refused,
+        )
+        for line in lines:
+            say(line)
+
+    # -- run ---------------------------------------------------------------------------------------------------------
+
+    def end_step(self, step: int, wall_s: float) -> None:
+        """Count an optimizer step; decide when the interval is over."""
+        self.step = step
+        result = self.runner.last
+        if result.micro:
+            tokens = np.array([m.tokens for m in result.micro], dtype=np.float64)
+            seconds = np.array([m.seconds for m in result.micro])
+            self.fill.observe(np.ones_like(tokens), tokens, seconds)
+            if not self.config.observe:
+                self.runner.launch_tokens = self.fill.launch_tokens
+        self._interval.add(result, wall_s)
+        self.total.add(result, wall_s)
+        self.total.lengths.clear()
+        self.total.losses.clear()
+        if self.timer.due(step):
+            self._decide()
+
+    def _decide(self, first: bool = False) -> None:
+        interval, self._interval = self._interval, IntervalMeter()
+        in_force = self.actuators.in_force()
+        readings = self.sensors.readings()
+        if interval.steps:
+            readings["fill"] = self.fill.fill(interval.padded_tokens, interval.wall_s)
+        loader = self.swift.loader
+        upcoming = loader.upcoming_lengths(PREVIEW_STEPS) if loader is not None else np.empty(0)
+        if upcoming.size and self.memory.known:
+            longest = float(upcoming.max())
+            for name, fraction in (("fit_tokens_uncheckpointed", 0.0), ("fit_tokens_checkpointed", 1.0)):
+                readings[name] = float(self.model.fit_tokens(longest, fraction, self.config.memory_cap))
+        telemetry = interval.telemetry(time.monotonic() - self._begin_s, in_force, readings, upcoming)
+        decision = self.loop.decide(telemetry)
+        now = in_force if self.config.observe else self.actuators.apply(decision.controls)
+        line = None if self.config.observe else change_line(self.step, in_force, now, decision.reasons)
+        if line is not None:
+            self.changes += not first
+            say(line)
+        diagnostics = self.loop.policy.diagnostics()
+        if self.trace is not None:
+            for event, details in self._events:
+                self.trace.event(event, **details)
+            if not first:
+                self.trace.interval(
+                    telemetry,
+                    now,
+                    step=self.step,
+                    proposed=decision.proposed,
+                    reasons=decision.reasons,
+                    diagnostics=diagnostics,
+                    macro_batches=interval.lengths,
+                )
+        if self.board is not None:
+            for event, details in self._events:
+                self.board.event(self.step, event, **details)
+            if not first:
+                self.board.interval(self.step, telemetry, now, diagnostics)
+        self._events.clear()
+
+    def _on_oom(self, line: str, details: Mapping[str, Any]) -> None:
+        say(f"swiftcruise step {self.step + 1}: {line}")
+        self._events.append(("oom", {"step": self.step + 1, "time_s": time.monotonic() - self._begin_s, **details}))
+
+    # -- end ---------------------------------------------------------------------------------------------------------
+
+    def summary(self) -> RunSummary:
+        """The run's totals so far."""
+        total = self.total
+        return RunSummary(
+            policy="none" if self.config.observe else self.config.policy,
+            real_tokens=total.real_tokens,
+            padded_tokens=total.padded_tokens,
+            wall_s=total.wall_s,
+            optimizer_steps=total.steps,
+            samples=total.samples,
+            micro_batches=total.micro_batches,
+            peak_memory_fraction=float(total.peak_fraction),
+            peak_memory_bytes=float(total.peak_fraction) * self.sensors.capacity_bytes,
+            memory_cap=self.config.memory_cap,
+            changes=self.changes,
+            oom_count=total.oom_count,
+            data_wait_s=total.wait_s,
+            controls=self.actuators.in_force().plant(0),
+        )
+
+    def end(self, step: int) -> None:
+        """Last interval, summary, and everything back as it was; may be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        self.step = step
+        if self._interval.steps:
+            self._decide()
+        summary = self.summary()
+        if self._main:
+            if not self.config.observe:
+                _print_table(summary)
+            values = summary.to_json() | {"hook_us_per_step": 1e6 * self.hook_s / max(1, summary.optimizer_steps)}
+            try:
+                (self.output_dir / SUMMARY_FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
+            except OSError as error:
+                logger.warning("swiftcruise: the summary was not written to %s: %s", self.output_dir, error)
+        self.close()
+
+    def close(self) -> None:
+        """Stop sensors, close logs, put threads and power limit back."""
+        self.sensors.stop()
+        self.actuators.restore()
+        for log in (self.trace, self.board):
+            if log is not None:
+                log.close()
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Controller, guard, memory model, filters and the controls in force, JSON-serialisable."""
+        return {
+            "version": 1,
+            "policy": self.config.policy,
+            "loop": self.loop.state_dict(),
+            "memory_model": self.model.state_dict(),
+            "fill": self.fill.state_dict(),
+            "controls": self.actuators.in_force().plant(0),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a checkpoint's controller; another policy's state is not taken over."""
+        made_under = state.get("policy")
+        if state.get("version") != 1 or made_under != self.config.policy:
+            say(f"swiftcruise: the checkpoint was made under policy {made_under!r}; the controller starts afresh")
+            self._decide(first=True)
+            return
+        self.loop.load_state_dict(state["loop"])
+        self.model.load_state_dict(state["memory_model"])
+        self.fill.load_state_dict(state["fill"])
+        self.runner.launch_tokens = self.fill.launch_tokens
+        self.actuators.apply(Controls.of(1, **state["controls"]))
+        say(f"swiftcruise: continues with the controller of step {self.step}")
+
+
+def _print_table(summary: RunSummary) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(summary_table(summary))

@@ -1,0 +1,158 @@
+"""Memory of a live training: measured per micro-batch, modelled online, kept by splitting and checkpointing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+
+from .checkpointing import LayerCheckpointing
+from .macro_batch import MicroResult, Settings
+from .memory_model import PeakMemoryModel
+from .planner import MicroBatch
+
+
+class Meter(Protocol):
+    """Measures the peak memory of what runs inside `watching`."""
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Context in which memory is counted."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Let the peak begin again."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest memory since `reset_peak`."""
+        ...
+
+
+class MemoryWatch:
+    """Decides how a macro-batch fits into memory (`macro_batch.Memory`).
+
+    A meter that costs time is asked only while the model still learns, for shapes larger than any it has seen, and
+    now and then; a meter that enforces a limit has to see every micro-batch.
+
+    Args:
+        model: The online model of peak memory (n = 1), in fractions of capacity.
+        meter: What measures; None leaves memory unmodelled and checkpointing as it is.
+        capacity_bytes: What counts as full.
+        checkpointing: The layers, or None to leave checkpointing alone.
+        memory_cap: Fraction of capacity that no planned micro-batch may be predicted to exceed.
+        every: Measure one micro-batch in so many once the model has learnt (1 = all).
+    """
+
+    LEARNING = 48  #: micro-batches measured in any case
+    DEFAULT_TARGET = 0.85  #: memory target while no policy has set one
+
+    def __init__(
+        self,
+        model: PeakMemoryModel,
+        meter: Meter | None,
+        capacity_bytes: float,
+        checkpointing: LayerCheckpointing | None,
+        memory_cap: float = 0.90,
+        every: int = 1,
+    ) -> None:
+        self.model = model
+        self.capacity_bytes = capacity_bytes
+        self.checkpointing = checkpointing if checkpointing is not None and checkpointing.available else None
+        self.memory_cap = memory_cap
+        self._meter = meter
+        self._every = every
+        self._seen = 0
+        self._measured = 0
+        self._largest = 0.0
+        self._measuring = False
+
+    # -- before a micro-batch --------------------------------------------------------------------------------------
+
+    def choose_checkpointing(self, plans: Sequence[MicroBatch], settings: Settings) -> list[float]:
+        """The checkpointed fraction of every micro-batch: fixed, or the least that keeps the memory target."""
+        control = self.checkpointing
+        if control is None:
+            return [np.nan] * len(plans)
+        if settings.checkpoint_fraction is not None:
+            return [settings.checkpoint_fraction] * len(plans)
+        if self._meter is None:
+            return [control.original_fraction] * len(plans)
+        target = self.DEFAULT_TARGET if settings.memory_target is None else settings.memory_target
+        fractions = self.model.least_checkpointing(
+            np.array([p.tokens for p in plans], dtype=np.float64),
+            np.array([p.quadratic for p in plans]),
+            min(target, self.memory_cap),
+            control.grid,
+        )
+        return [float(f) for f in fractions]
+
+    def token_ceilings(self, lengths: Sequence[int]) -> np.ndarray | None:
+        """Per sample: most tokens of a micro-batch whose longest sample it is; None while nothing is known."""
+        if self._meter is None or not self.known:
+            return None
+        return self.model.fit_tokens(np.asarray(lengths, dtype=np.float64), 1.0, self.memory_cap)
+
+    @property
+    def known(self) -> bool:
+        """Whether the model has seen a micro-batch."""
+        return bool(self.model.observations[0])
+
+    def set_checkpointing(self, fraction: float) -> None:
+        """Checkpoint this share of the layers from now on."""
+        if self.checkpointing is not None:
+            self.checkpointing.set_fraction(fraction)
+
+    def watch(self, plan: MicroBatch, checkpoint_fraction: float) -> AbstractContextManager[object]:
+        """Context in which a micro-batch runs."""
+        if self._meter is None:
+            return contextlib.nullcontext()
+        # Activations kept grow with tokens and with layers that are not checkpointed.
+        load = plan.tokens * (1.0 + 7.0 * (1.0 - np.nan_to_num(checkpoint_fraction)))
+        self._seen += 1
+        self._measuring = (
+            self._every == 1 or self._measured < self.LEARNING or load > self._largest or self._seen % self._every == 0
+        )
+        if not self._measuring:
+            return contextlib.nullcontext()
+        self._measured += 1
+        self._largest = max(self._largest, load)
+        self._meter.reset_peak()
+        return self._meter.watching()
+
+    # -- after it --------------------------------------------------------------------------------------------------
+
+    def peak_fraction(self) -> float:
+        """Peak of the micro-batch that just ran, as a fraction of capacity; NaN where it was not measured."""
+        if self._meter is None or not self._measuring:
+            return np.nan
+        return self._meter.peak_bytes / self.capacity_bytes
+
+    def record(self, results: Sequence[MicroResult]) -> None:
+        """Teach the model what the micro-batches of a step took."""
+        measured = [r for r in results if not np.isnan(r.peak_fraction)]
+        if measured:
+            self.model.observe(
+                np.array([r.tokens for r in measured], dtype=np.float64),
+                np.array([r.quadratic for r in measured]),
+                np.nan_to_num(np.array([r.checkpoint_fraction for r in measured])),
+                np.array([r.peak_fraction for r in measured]),
+            )
+
+    def record_oom(self, plan: MicroBatch, checkpoint_fraction: float) -> None:
+        """Teach the model that this micro-batch did not fit."""
+        self.model.observe_oom(float(plan.tokens), plan.quadratic, float(np.nan_to_num(checkpoint_fraction)))
+
+    def observed_fraction(self) -> float:
+        """Share of layers that are checkpointed at present, whoever set them."""
+        return self.checkpointing.current_fraction if self.checkpointing is not None else np.nan
+
+    def free(self) -> None:
+        """Give cached blocks back to the device."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
