@@ -23,6 +23,7 @@ Mask = NDArray[np.bool_]
 
 _CEILING_RECOVERY = 0.1  # octaves an interval by which a ceiling is lifted after an out-of-memory error
 _LONGER_BY = 0.25  # standard deviation of the log mean length of upcoming samples to begin with
+_ROOM_ABOVE = 0.5  # octaves that the budget may exceed the largest micro-batch of the interval
 _SLOW_DATA = 0.15  # data_wait_fraction above which a loader worker is added
 _WORKER_TRIAL = 4.0  # intervals after which an added worker must have shown
 
@@ -137,11 +138,16 @@ class CruisePolicy(ArrayState):
         self._climber.forget(moved | self._lengths.update(length))
 
         high = np.fmin(self._memory_octave(telemetry, octave), self._ceiling_octave(octave, oom))
+        # A budget that no micro-batch has reached does not bind: above it there is nothing to find.
+        high = np.fmin(high, np.log2(positive(telemetry.largest_micro_batch)) + _ROOM_ABOVE)
         # A budget below the mean length leaves every sample alone in its micro-batch: nothing to find down there.
         low = np.fmin(np.where(np.isnan(length), 4.0, length / np.log(2.0)), high)
         wanted = self._climber.propose(octave, telemetry.fill, low, high)
         # While the thread count is on trial the budget stays, unless memory forces it down.
         self._proposal = np.where(frozen, octave, wanted)
+        # The first budget is the longest sample to come: it has to fit in any case, so others may keep it company.
+        first = np.fmax(octave, np.log2(positive(telemetry.upcoming_max)))
+        self._proposal = np.where(own & np.isfinite(first), first, self._proposal)
         self._asked = np.minimum(self._proposal, high)  # NaN, an unknown budget, stays NaN
         self._limited = (self._asked >= high - 1e-9).astype(np.float64)
         return Controls.of(

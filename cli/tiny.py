@@ -179,7 +179,7 @@ def write_data(
     return out
 
 
-def sft_arguments(
+def training_arguments(
     model_dir: str | os.PathLike[str], data: str | os.PathLike[str], output_dir: str | os.PathLike[str]
 ) -> list[str]:
     """Arguments that let `swift sft` (or pt, rlhf) train the tiny model offline."""

@@ -29,6 +29,7 @@ class IntervalMeter:
     micro_batches: int = 0
     oom_count: int = 0
     checkpointed_tokens: float = 0.0
+    largest: int = 0
     peak_fraction: float = np.nan
     losses: list[Any] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
@@ -45,6 +46,7 @@ class IntervalMeter:
         self.oom_count += step.oom_count
         for micro in step.micro:
             self.checkpointed_tokens += micro.checkpoint_fraction * micro.tokens
+            self.largest = max(self.largest, micro.tokens)
             self.peak_fraction = np.fmax(self.peak_fraction, micro.peak_fraction)
         if loss is not None:
             self.losses.append(loss)
@@ -78,6 +80,7 @@ class IntervalMeter:
             "step_time_s": self.wall_s / steps,
             "data_wait_fraction": min(1.0, self.wait_s / wall),
             "micro_batches_per_step": self.micro_batches / steps,
+            "largest_micro_batch": self.largest or np.nan,
             "oom_count": self.oom_count,
             "memory_peak_fraction": float(self.peak_fraction),
             "loss": float(np.mean([float(x) for x in self.losses])) if self.losses else np.nan,

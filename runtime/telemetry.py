@@ -32,6 +32,7 @@ class Telemetry:
     step_time_s: Array  #: mean seconds an optimizer step, data wait included
     data_wait_fraction: Array  #: share of the interval spent waiting for the loader, 0..1
     micro_batches_per_step: Array  #: mean number of forward/backward passes an optimizer step
+    largest_micro_batch: Array  #: padded tokens of the largest micro-batch of the interval
 
     # The device
     gpu_utilization: Array  #: NVML "GPU utilisation", 0..1, mean over the interval

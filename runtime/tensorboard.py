@@ -31,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "samples",
         "optimizer_steps",
         "micro_batches_per_step",
+        "largest_micro_batch",
         "step_time_s",
         "time_s",
         "interval_s",

@@ -1,0 +1,83 @@
+"""Real ms-swift runs of the tiny model, for the benchmarks: plain, or under swiftcruise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to run the same training."""
+
+    name: str
+    arguments: tuple[str, ...] = ()  #: more arguments of `swift sft`
+    cruise: tuple[str, ...] | None = None  #: options of `swiftcruise run`; None runs plain ms-swift
+
+
+@dataclass
+class Result:
+    """What a run left behind."""
+
+    directory: Path
+    train_runtime_s: float  #: as transformers reports it: the training loop, start-up excluded
+    final_loss: float  #: mean training loss of the run
+    log: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """swiftcruise's summary of the run."""
+        return json.loads((self.directory / "swiftcruise_summary.json").read_text(encoding="utf-8"))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Weights of the last checkpoint."""
+        from safetensors.numpy import load_file
+
+        checkpoints = sorted(self.directory.glob("checkpoint-*"), key=lambda p: int(p.name.rsplit("-", 1)[1]))
+        return load_file(next(checkpoints[-1].glob("*model.safetensors")))
+
+
+def train(arm: Arm, arguments: Sequence[str], directory: Path) -> Result:
+    """Run `swift sft` with `arguments` and the arm's own, in a process of its own; raises if it fails."""
+    tools = Path(sys.executable).parent
+    command = [str(tools / "swift"), "sft", *arguments, *arm.arguments]
+    command += ["--output_dir", str(directory), "--add_version", "false"]
+    if arm.cruise is not None:
+        command = [str(tools / "swiftcruise"), "run", *arm.cruise, "--", *command]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{arm.name}: {' '.join(command)} failed\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
+    log = [json.loads(line) for line in (directory / "logging.jsonl").read_text(encoding="utf-8").splitlines()]
+    totals = next(entry for entry in reversed(log) if "train_runtime" in entry)
+    return Result(directory, totals["train_runtime"], totals["train_loss"], log)
+
+
+def largest_difference(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    """Largest absolute difference of two sets of weights."""
+    assert one.keys() == other.keys()
+    return max(float(np.abs(one[name].astype(np.float64) - other[name]).max()) for name in one)
+
+
+def ratio_with_interval(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> tuple[float, ...]:
+    """Median of the ratios of paired repetitions, with its 95 % bootstrap interval over repetitions."""
+    ratios = np.asarray(numerator) / np.asarray(denominator)
+    draws = np.random.default_rng(seed).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def write_json(path: str | None, figures: dict[str, Any]) -> None:
+    """Print the figures, and write them to `path` if one is given."""
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if path:
+        Path(path).write_text(text + "\n", encoding="utf-8")
