@@ -21,6 +21,8 @@ from .threads import ThreadGovernor
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
+_CLIMBING, _RESTING, _LIMITED, _TRYING_THREADS = range(4)  # the mode in the diagnostics
+
 _CEILING_RECOVERY = 0.1  # octaves an interval by which a ceiling is lifted after an out-of-memory error
 _LONGER_BY = 0.25  # standard deviation of the log mean length of upcoming samples to begin with
 _ROOM_ABOVE = 0.5  # octaves that the budget may exceed the largest micro-batch of the interval
@@ -174,7 +176,8 @@ class CruisePolicy(ArrayState):
         ``mode`` is 0 climbing, 1 resting, 2 limited by memory or a ceiling, 3 trying a thread count.
         """
         terms = self._memory.terms
-        mode = np.where(self._threads.busy, 3.0, np.where(self._limited == 1, 2.0, self._climber.resting))
+        limited = np.where(self._limited == 1, float(_LIMITED), self._climber.resting)
+        mode = np.where(self._threads.busy, float(_TRYING_THREADS), limited)
         return {
             "budget_proposal": np.exp2(self._proposal),
             "memory_budget": np.exp2(self._memory.output),
@@ -187,6 +190,18 @@ class CruisePolicy(ArrayState):
             "measurement": -self._memory.error,
             "error": self._memory.error,
         }
+
+    def explain(self) -> str:
+        """What the first plant's loops are at, for the console."""
+        mode = int(self.diagnostics()["mode"][0])
+        best = float(np.exp(self._climber.best[0]))
+        if mode == _TRYING_THREADS:
+            return "trying another thread count"
+        if mode == _LIMITED:
+            return "held by memory or a ceiling"
+        if not np.isfinite(best):
+            return "first estimate"
+        return f"{'looks aside from' if mode == _RESTING else 'climbs real tokens/s, so far'} {best:,.0f}"
 
     def _parts(self) -> dict[str, Any]:
         return {

@@ -112,6 +112,14 @@ class _MicroBatchPID(ArrayState):
             "error": self._pid.error / scale,
         }
 
+    def explain(self) -> str:
+        """Why the first plant's micro-batch is as it is, for the console."""
+        measured, setpoint = float(self._measured[0]), float(self.diagnostics()["setpoint"].flat[0])
+        side = "below" if measured < setpoint else "above"
+        return f"{self._name} {measured:.2f} {side} {setpoint:.2f}" if np.isfinite(measured) else ""
+
+    _name = "measurement"
+
     def _measure(self, telemetry: Telemetry) -> Array:
         """The controlled variable, 0..1, NaN where not measured."""
         raise NotImplementedError
@@ -184,6 +192,8 @@ class UtilizationPID(_MicroBatchPID):
             controller, filter=filter, filter_intervals=filter_intervals, max_step_octaves=max_step_octaves
         )
 
+    _name = "utilisation"
+
     def _measure(self, telemetry: Telemetry) -> Array:
         return np.where(np.isnan(telemetry.gpu_utilization), telemetry.fill, telemetry.gpu_utilization)
 
@@ -246,6 +256,8 @@ class MemoryPID(_MicroBatchPID):
         super().__init__(
             controller, filter=filter, filter_intervals=filter_intervals, max_step_octaves=max_step_octaves
         )
+
+    _name = "peak memory"
 
     def _measure(self, telemetry: Telemetry) -> Array:
         return np.fmax(telemetry.memory_peak_fraction, telemetry.memory_device_fraction)

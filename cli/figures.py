@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,20 +34,21 @@ class FigureError(SwiftcruiseError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of the run worth naming, in seconds since its start: "neighbour", "long sequences"."""
+    """A stretch of the run worth naming ("neighbour", "long sequences"), in seconds or optimizer steps of the axis."""
 
     label: str
-    start_s: float
-    end_s: float
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
 class _Run:
     label: str
     colour: str
-    time_s: Array  #: end of each interval, restarts laid end to end
+    end: Array  #: end of each interval on the axis: seconds, restarts laid end to end, or optimizer steps
+    width: Array  #: its length on the axis
     telemetry: Telemetry
-    events: list[tuple[float, str]]  #: seconds and name of each event with a time
+    events: list[tuple[float, str]]  #: place on the axis and name of each event
     memory_cap: float
 
     def values(self, name: str) -> Array:
@@ -70,8 +71,9 @@ def draw_run(
     *,
     annotations: Sequence[Span] = (),
     title: str = "",
+    against: Literal["time", "step"] = "time",
 ) -> Path:
-    """Draw one or more traces over time, one panel a quantity, and save a PNG of 1500 x 1050 pixels.
+    """Draw one or more traces, one panel a quantity, and save a PNG of 1500 x 1050 pixels.
 
     Real tokens/s stand on top (bold: mean over a sliding window; faint: each interval), then the token budget with the
     longest upcoming sample, memory, fill and utilisation, checkpointed layers, micro-batches and CPU threads. A panel
@@ -83,6 +85,7 @@ def draw_run(
         out_png: File to write; missing directories are made.
         annotations: Stretches of time to shade and name.
         title: Heading of the figure.
+        against: The axis: seconds since the start, or optimizer steps (the same samples stand above each other).
 
     Raises:
         TraceError: a trace that cannot be read.
@@ -94,7 +97,7 @@ def draw_run(
     if not trace_paths:
         raise FigureError("trace_paths is empty: name at least one trace")
     runs = [
-        _load(label, path, _RUN_COLOURS[i % len(_RUN_COLOURS)] if len(trace_paths) > 1 else _RUN_COLOURS[1])
+        _load(label, path, _RUN_COLOURS[i % len(_RUN_COLOURS)] if len(trace_paths) > 1 else _RUN_COLOURS[1], against)
         for i, (label, path) in enumerate(trace_paths.items())
     ]
     panels = [p for p in _PANELS if any(_measured(run, name) for run in runs for name in p.fields)]
@@ -106,17 +109,20 @@ def draw_run(
         len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": [p.height for p in panels]}
     )[:, 0]
     figure.subplots_adjust(left=0.075, right=0.98, top=0.865, bottom=0.065, hspace=0.42)
-    span_s = max(float(run.time_s[-1]) for run in runs)
+    last = max(float(run.end[-1]) for run in runs)
     for panel, axis in zip(panels, axes, strict=True):
         for run in runs:
             panel.draw(axis, run)
         _dress(axis, panel.title + panel.finish(axis, runs))
         _shade(axis, annotations, named=axis is axes[0])
-    axes[0].set_xlim(0, span_s * 1.01)
+    axes[0].set_xlim(0, last * 1.01)
     _mark_events(list(axes), runs)
-    unit, scale = ("s", 1.0) if span_s < 600 else ("min", 60.0) if span_s < 3 * 3600 else ("h", 3600.0)
-    _name_ends(axes[0], runs, unit, scale)
-    _time_axis(axes[-1], unit, scale)
+    if against == "time":
+        unit, scale = ("s", 1.0) if last < 600 else ("min", 60.0) if last < 3 * 3600 else ("h", 3600.0)
+        _name_ends(axes[0], runs, unit, scale)
+        _time_axis(axes[-1], unit, scale)
+    else:
+        axes[-1].set_xlabel("optimizer step", fontsize=8.5, color=_INK)
     _heading(figure, runs, title)
     out = Path(out_png)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,22 +130,29 @@ def draw_run(
     return out
 
 
-def windowed_rate(time_s: Array, interval_s: Array, amount: Array, window_s: float) -> Array:
+def windowed_rate(end: Array, width: Array, seconds: Array, amount: Array, window: float) -> Array:
     """Amount per second over a window centred on each interval's end, exact for uneven intervals; NaN where unmeasured.
 
     The window is cut at the ends of the run. Intervals whose amount is NaN count neither amount nor time.
+
+    Args:
+        end: End of each interval on the axis.
+        width: Its length on the axis.
+        seconds: Its length in seconds.
+        amount: What was done in it.
+        window: Length of the window on the axis.
     """
-    known = np.isfinite(amount) & np.isfinite(interval_s)
-    edges = np.concatenate([[time_s[0] - np.nan_to_num(interval_s[0])], time_s])
+    known = np.isfinite(amount) & np.isfinite(seconds)
+    edges = np.concatenate([[end[0] - np.nan_to_num(width[0])], end])
     total = np.concatenate([[0.0], np.cumsum(np.where(known, amount, 0.0))])
-    seconds = np.concatenate([[0.0], np.cumsum(np.where(known, interval_s, 0.0))])
-    low, high = time_s - window_s / 2, time_s + window_s / 2
+    elapsed = np.concatenate([[0.0], np.cumsum(np.where(known, seconds, 0.0))])
+    low, high = end - window / 2, end + window / 2
     gained = np.interp(high, edges, total) - np.interp(low, edges, total)
-    spent = np.interp(high, edges, seconds) - np.interp(low, edges, seconds)
+    spent = np.interp(high, edges, elapsed) - np.interp(low, edges, elapsed)
     return np.divide(gained, spent, out=np.full_like(gained, np.nan), where=known & (spent > 0))
 
 
-def _load(label: str, path: str | os.PathLike[str], colour: str) -> _Run:
+def _load(label: str, path: str | os.PathLike[str], colour: str, against: str) -> _Run:
     trace = read_trace(path)
     telemetry = trace.telemetry()
     if not telemetry.n or not np.isfinite(telemetry.time_s).all():
@@ -147,15 +160,20 @@ def _load(label: str, path: str | os.PathLike[str], colour: str) -> _Run:
             f"trace={str(path)!r} has {telemetry.n} intervals{' and some without time_s' if telemetry.n else ''}: "
             "record at least one control interval before drawing"
         )
-    offsets = _run_offsets(trace, telemetry.time_s)
-    time_s = telemetry.time_s + [offsets[line["run"]] for line in trace.intervals]
+    if against == "step":
+        end = np.array([line["step"] for line in trace.intervals], dtype=np.float64)
+        width, key, offsets = telemetry.optimizer_steps, "step", np.zeros(len(trace.headers))
+    else:
+        offsets = _run_offsets(trace, telemetry.time_s)
+        end = telemetry.time_s + [offsets[line["run"]] for line in trace.intervals]
+        width, key = telemetry.interval_s, "time_s"
     events = [
-        (line["time_s"] + offsets[line["run"]], line["event"])
+        (line[key] + offsets[line["run"]], line["event"])
         for line in trace.events
-        if line.get("event") in _EVENT_MARKS and isinstance(line.get("time_s"), (int, float))
+        if line.get("event") in _EVENT_MARKS and isinstance(line.get(key), (int, float))
     ]
     cap = trace.headers[0].get("memory_cap")
-    return _Run(label, colour, time_s, telemetry, events, float(cap) if isinstance(cap, (int, float)) else np.nan)
+    return _Run(label, colour, end, width, telemetry, events, float(cap) if isinstance(cap, (int, float)) else np.nan)
 
 
 def _run_offsets(trace: Trace, time_s: Array) -> Array:
@@ -175,11 +193,11 @@ def _mean_rate(run: _Run) -> float:
 
 
 def _draw_rate(axis: Axes, run: _Run) -> None:
-    window = 0.03 * float(run.time_s[-1])
-    smooth = windowed_rate(run.time_s, run.values("interval_s"), run.values("real_tokens"), window)
-    axis.plot(run.time_s, run.values("tokens_per_s"), color=run.colour, alpha=0.3, linewidth=0.7)
-    axis.plot(run.time_s, smooth, color=run.colour, linewidth=2.0)
-    axis.plot(run.time_s[-1:], smooth[-1:], color=run.colour, marker="o", markersize=4.5)
+    window = 0.03 * float(run.end[-1])
+    smooth = windowed_rate(run.end, run.width, run.values("interval_s"), run.values("real_tokens"), window)
+    axis.plot(run.end, run.values("tokens_per_s"), color=run.colour, alpha=0.3, linewidth=0.7)
+    axis.plot(run.end, smooth, color=run.colour, linewidth=2.0)
+    axis.plot(run.end[-1:], smooth[-1:], color=run.colour, marker="o", markersize=4.5)
 
 
 def _finish_rate(axis: Axes, runs: Sequence[_Run]) -> str:
@@ -194,6 +212,8 @@ def _draw_budget(axis: Axes, run: _Run) -> None:
 
 def _finish_budget(axis: Axes, runs: Sequence[_Run]) -> str:
     axis.set_yscale("log", base=2)
+    low, high = np.log2(axis.get_ylim())  # whole octaves, so that two ticks or more are labelled
+    axis.set_ylim(2 ** np.floor(low), 2 ** np.ceil(high))
     axis.yaxis.set_major_formatter(_thousands)
     # The samples are the same for every run that is compared: one line says it for all.
     seen = [run for run in runs if _measured(run, "upcoming_max")]
@@ -250,10 +270,10 @@ def _finish_count(axis: Axes, runs: Sequence[_Run]) -> str:
 
 def _stairs(axis: Axes, run: _Run, name: str, **style: Any) -> None:
     """A field as a step line: each value holds for the whole of its interval."""
-    time_s, values = run.time_s, run.values(name)
-    start = time_s[:1] - np.nan_to_num(run.values("interval_s")[:1])
+    end, values = run.end, run.values(name)
+    start = end[:1] - np.nan_to_num(run.width[:1])
     style = {"color": run.colour, "linewidth": 1.4} | style
-    axis.plot(np.append(start, time_s), np.append(values[:1], values), drawstyle="steps-pre", **style)
+    axis.plot(np.append(start, end), np.append(values[:1], values), drawstyle="steps-pre", **style)
 
 
 def _measured(run: _Run, name: str) -> bool:
@@ -292,10 +312,10 @@ def _dress(axis: Axes, title: str) -> None:
 
 def _shade(axis: Axes, annotations: Sequence[Span], *, named: bool) -> None:
     for span in annotations:
-        axis.axvspan(span.start_s, span.end_s, color=_SPAN, alpha=0.25, linewidth=0, zorder=0)
+        axis.axvspan(span.start, span.end, color=_SPAN, alpha=0.25, linewidth=0, zorder=0)
         if named:
             axis.text(
-                (span.start_s + span.end_s) / 2,
+                (span.start + span.end) / 2,
                 0.97,
                 span.label,
                 transform=axis.get_xaxis_transform(),
@@ -310,12 +330,12 @@ def _shade(axis: Axes, annotations: Sequence[Span], *, named: bool) -> None:
 def _mark_events(axes: Sequence[Axes], runs: Sequence[_Run]) -> None:
     """A mark on the lower edge of the first panel for every event, and a hair line through all panels."""
     for run in runs:
-        for time_s, event in run.events:
+        for place, event in run.events:
             _, colour, marker = _EVENT_MARKS[event]
             for axis in axes:
-                axis.axvline(time_s, ymax=0.85 if axis is axes[0] else 1.0, color=colour, linewidth=0.6, alpha=0.6)
+                axis.axvline(place, ymax=0.85 if axis is axes[0] else 1.0, color=colour, linewidth=0.6, alpha=0.6)
             axes[0].plot(
-                time_s,
+                place,
                 0.06,
                 marker=marker,
                 color=colour,
@@ -359,18 +379,18 @@ def _heading(figure: Any, runs: Sequence[_Run], title: str) -> None:
 
 def _name_ends(axis: Axes, runs: Sequence[_Run], unit: str, scale: float) -> None:
     """Say when the runs end that end before the last one."""
-    last = max(run.time_s[-1] for run in runs)
+    last = max(run.end[-1] for run in runs)
     for run in runs:
-        if run.time_s[-1] < 0.9 * last:
+        if run.end[-1] < 0.9 * last:
             axis.text(
-                run.time_s[-1] + 0.008 * last,
+                run.end[-1] + 0.008 * last,
                 0.86,
-                f"{run.label} ends at {run.time_s[-1] / scale:.3g} {unit}",
+                f"{run.label} ends at {run.end[-1] / scale:.3g} {unit}",
                 transform=axis.get_xaxis_transform(),
                 fontsize=8,
                 color=run.colour,
             )
-            axis.axvline(run.time_s[-1], ymax=0.92, color=run.colour, linewidth=0.8, linestyle=(0, (4, 3)))
+            axis.axvline(run.end[-1], ymax=0.92, color=run.colour, linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def _time_axis(axis: Axes, unit: str, scale: float) -> None:

@@ -150,9 +150,6 @@ class CruiseConfig(_Section):
     control_threads: bool = Field(default=True, description="Let the policy change the threads of a CPU run.")
     control_power: bool = Field(default=False, description="Let the policy change the GPU's power limit (needs root).")
     nvml_period_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between two NVML samples.")
-    decision_timeout_s: float = Field(
-        default=1.0, gt=0, le=600, description="A decision that takes longer is dropped: the last safe setting holds."
-    )
     guard: GuardConfig = Field(default=GuardConfig(), description="Safety guard.")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="Bounds of the controls.")
     trace: bool = Field(default=True, description="Write `trace.jsonl` into the output directory.")
@@ -161,9 +158,6 @@ class CruiseConfig(_Section):
     )
     resume_controller: bool = Field(default=True, description="Continue with the controller's state of the checkpoint.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the policy.")
-    skip_oversized: bool = Field(
-        default=False, description="Skip a sample that fits in no way into memory, and say so, instead of stopping."
-    )
 
     @field_validator("policy")
     @classmethod

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -12,6 +15,7 @@ Array = NDArray[np.float64]
 
 _LEAST_WEIGHT = 0.01  # of a slow observation: lets a lasting slowdown be learned in the end
 _LEAST_OBSERVATIONS = 8
+_BLOCK = 64  # timings that `collect` learns from at once
 _LEAST_DISTINCTION = 1e-3  # 1 - squared cosine of the two columns; below it a and k cannot be told apart
 
 
@@ -52,6 +56,26 @@ class FillEstimator:
         self._gram = np.zeros((3, 3))  # of (micro-batches, tokens, time), each divided by the time measured
         self._observations = 0
         self._coefficients = (np.nan, np.nan)
+        self._collected: list[tuple[int, float]] = []  # tokens and seconds of micro-batches not learned from yet
+
+    def collect(self, timings: Iterable[tuple[int, float]]) -> None:
+        """Learn from micro-batches, soon: at once while `k` is unknown, later in blocks of 64 (or at `catch_up`).
+
+        Learning from a block takes hardly longer than learning from a step.
+
+        Args:
+            timings: Padded tokens and seconds of each micro-batch.
+        """
+        self._collected += timings
+        if len(self._collected) >= _BLOCK or math.isnan(self.k):
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Learn from all that was collected."""
+        if self._collected:
+            rows = np.array(self._collected)
+            self._collected.clear()
+            self.observe(1, rows[:, 0], rows[:, 1])
 
     def observe(self, micro_batches: ArrayLike, padded_tokens: ArrayLike, seconds: ArrayLike) -> None:
         """Learn from a block of timings, each of one micro-batch or of one step.
@@ -103,10 +127,12 @@ class FillEstimator:
 
     def state_dict(self) -> State:
         """All that was learned, as numbers."""
+        self.catch_up()
         return {"gram": self._gram.tolist(), "observations": self._observations}
 
     def load_state_dict(self, state: State) -> None:
         """Continue from `state_dict()`'s state."""
+        self._collected.clear()
         self._gram = np.array(state["gram"], dtype=np.float64).reshape(3, 3)
         self._observations = int(state["observations"])
         self._coefficients = self._solve()

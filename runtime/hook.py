@@ -46,7 +46,8 @@ class CruiseCallback(TrainerCallback):
     def __init__(self, args: Any, trainer: Any, config: CruiseConfig | None = None) -> None:
         super().__init__(args, trainer)
         check_versions()
-        self.config = load_config() if config is None else config
+        # The environment as it is now: `datasets` puts a copy in the place of the one that was there at import.
+        self.config = load_config(environ=os.environ) if config is None else config
         reasons = refusals(args, trainer)
         if reasons and not self.config.observe:
             raise UnsupportedTraining("; ".join(reasons) + ". Or run with --observe to watch without control.")
@@ -58,7 +59,7 @@ class CruiseCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Put the macro-batch in the trainer's way, now that it is built."""
         self.swift.after_init()
-        self.swift.install(self.run.runner, self._begin_step)
+        self.swift.install(self.run.runner, self._begin_step, on_exit=self.run.close)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Open sensors and logs; continue with a checkpoint's controller."""
@@ -74,9 +75,10 @@ class CruiseCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and decide when the control interval is over."""
         now = time.perf_counter()
-        epoch = self.swift.epoch_now(state)
-        if epoch is not None:
-            state.epoch = epoch
+        with self._harmless():
+            epoch = self.swift.epoch_now(state)
+            if epoch is not None:
+                state.epoch = epoch
         if self._step_begin is not None:
             with self._harmless():
                 self.run.end_step(state.global_step, now - self._step_begin)
@@ -86,7 +88,7 @@ class CruiseCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the controller's state into the checkpoint."""
         directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        if state.is_world_process_zero and not self.config.observe and directory.is_dir():
+        if state.is_world_process_zero and self.run.live and not self.config.observe and directory.is_dir():
             with self._harmless():
                 _write_state(directory / STATE_FILE, self.run.state_dict())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,8 +35,8 @@ class IntervalMeter:
     losses: list[Any] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
 
-    def add(self, step: StepResult, wall_s: float, loss: Any = None) -> None:
-        """Count one optimizer step; `loss` may be a tensor, read only when telemetry is asked for."""
+    def add(self, step: StepResult, wall_s: float) -> None:
+        """Count one optimizer step; its loss, a tensor, is read only when telemetry is asked for."""
         self.wall_s += wall_s
         self.steps += 1
         self.samples += step.samples
@@ -47,10 +48,24 @@ class IntervalMeter:
         for micro in step.micro:
             self.checkpointed_tokens += micro.checkpoint_fraction * micro.tokens
             self.largest = max(self.largest, micro.tokens)
-            self.peak_fraction = np.fmax(self.peak_fraction, micro.peak_fraction)
-        if loss is not None:
-            self.losses.append(loss)
+            self.peak_fraction = _highest(self.peak_fraction, micro.peak_fraction)
+        if step.loss is not None:
+            self.losses.append(step.loss)
         self.lengths.append(step.lengths)
+
+    def add_totals(self, other: IntervalMeter) -> None:
+        """Count all of another interval, except that its lengths and losses are not kept."""
+        self.wall_s += other.wall_s
+        self.steps += other.steps
+        self.samples += other.samples
+        self.real_tokens += other.real_tokens
+        self.padded_tokens += other.padded_tokens
+        self.wait_s += other.wait_s
+        self.micro_batches += other.micro_batches
+        self.oom_count += other.oom_count
+        self.checkpointed_tokens += other.checkpointed_tokens
+        self.largest = max(self.largest, other.largest)
+        self.peak_fraction = _highest(self.peak_fraction, other.peak_fraction)
 
     def telemetry(
         self,
@@ -78,7 +93,7 @@ class IntervalMeter:
             "padded_tokens": self.padded_tokens,
             "tokens_per_s": self.real_tokens / wall,
             "step_time_s": self.wall_s / steps,
-            "data_wait_fraction": min(1.0, self.wait_s / wall),
+            "data_wait_fraction": float(np.minimum(1.0, self.wait_s / wall)),
             "micro_batches_per_step": self.micro_batches / steps,
             "largest_micro_batch": self.largest or np.nan,
             "oom_count": self.oom_count,
@@ -93,3 +108,8 @@ class IntervalMeter:
             values["upcoming_p95"] = float(np.quantile(upcoming, 0.95))
             values["upcoming_max"] = float(upcoming.max())
         return Telemetry.of(1, **(values | dict(readings)))
+
+
+def _highest(one: float, other: float) -> float:
+    """The greater of two values, NaN being none (plain floats: this runs for every micro-batch)."""
+    return one if one >= other or math.isnan(other) else other

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -17,11 +18,12 @@ from .actuators import Actuators
 from .config import CruiseConfig
 from .console import RunSummary, change_line, say, start_lines, summary_table
 from .controls import ControlLimits, Controls
+from .errors import ConfigError, SwiftcruiseError
 from .fill import FillEstimator
 from .guard import SafetyGuard
 from .interval import IntervalMeter
 from .loop import ControlLoop
-from .macro_batch import MacroBatchRunner
+from .macro_batch import MacroBatchRunner, Settings
 from .memory_model import PeakMemoryModel
 from .memory_watch import MemoryWatch
 from .policy import make_policy
@@ -57,21 +59,44 @@ class LiveRun:
         self.step = 0
         self.changes = 0
         self.total = IntervalMeter()
+        self.live = False  #: between `begin` and `end`
         self._interval = IntervalMeter()
         self._events: list[tuple[str, dict[str, Any]]] = []
-        self._ended = False
+        self._to_undo = contextlib.ExitStack()
 
     # -- begin -------------------------------------------------------------------------------------------------------
 
     def begin(self, args: Any, state: Any, saved: Mapping[str, Any] | None) -> None:
-        """Open sensors and logs, restore the controller of a checkpoint, and make the first decision."""
+        """Open sensors and logs, restore the controller of a checkpoint, and make the first decision.
+
+        A mistake of the user's ends the training here. Whatever else fails leaves it without control: it goes on as
+        plain ms-swift, only that an out-of-memory is still survived.
+        """
+        self.close()
+        self.changes, self.hook_s = 0, 0.0
+        self.total, self._interval = IntervalMeter(), IntervalMeter()
+        self._events.clear()
+        try:
+            self._begin(args, state, saved)
+            self.live = True
+        except Exception as error:
+            self.close()
+            if isinstance(error, SwiftcruiseError):
+                raise
+            logger.warning("swiftcruise: the controller cannot start, nothing is controlled: %r", error, exc_info=True)
+            self.runner.settings = Settings()
+            self.runner.memory = MemoryWatch(PeakMemoryModel(1), None, math.inf, None)
+
+    def _begin(self, args: Any, state: Any, saved: Mapping[str, Any] | None) -> None:
         config = self.config
         self.step = state.global_step
         self._begin_s = time.monotonic()
         self._main = state.is_world_process_zero
         self.sensors = LiveSensors(args.device, config.memory_limit_gib, config.nvml_period_s, self.swift.trainer.model)
+        self._to_undo.callback(self.sensors.stop)
         control_layers = config.checkpoint != "keep" and not config.observe
         layers = self.swift.layer_checkpointing(enable=control_layers)
+        self._to_undo.callback(layers.restore)
         self.model = PeakMemoryModel(1)
         self.model.set_static(self.sensors.static_bytes / self.sensors.capacity_bytes)
         self.memory = MemoryWatch(
@@ -84,14 +109,16 @@ class LiveRun:
         )
         self.runner.memory = self.memory
         self.fill = FillEstimator()
+        self.runner.settings = Settings()
         self.actuators = Actuators(
             self.runner.settings,
-            workers=config.control_workers and self.swift.loader is not None and self.swift.loader.is_map_style,
+            lambda: self.swift.loader,
+            workers=config.control_workers,
             threads=config.control_threads and args.device.type == "cpu",
             checkpointing=self.memory.checkpointing is not None and not config.observe,
             power=self.sensors.nvml if config.control_power else None,
         )
-        self.actuators.loader = self.swift.loader
+        self._to_undo.callback(self.actuators.restore)
         self.limits = self._limits()
         self.guard = SafetyGuard(
             self.limits,
@@ -112,7 +139,7 @@ class LiveRun:
         self.sensors.start()
         if config.observe:
             return
-        self.actuators.apply(self._initial_controls())
+        self.actuators.start(self._initial_controls())
         if saved is not None:
             self.load_state_dict(saved)
         else:
@@ -157,6 +184,9 @@ class LiveRun:
         }
         self.trace = TraceWriter(self.output_dir / "trace.jsonl", header) if config.trace and self._main else None
         self.board = CruiseBoard(args.logging_dir) if config.tensorboard and self._main else None
+        for log in (self.trace, self.board):
+            if log is not None:
+                self._to_undo.callback(log.close)
 
     def _announce(self) -> None:
         refused = dict(self.sensors.missing)
@@ -179,23 +209,21 @@ class LiveRun:
 
     def end_step(self, step: int, wall_s: float) -> None:
         """Count an optimizer step; decide when the interval is over."""
+        if not self.live:
+            return
         self.step = step
         result = self.runner.last
-        if result.micro:
-            tokens = np.array([m.tokens for m in result.micro], dtype=np.float64)
-            seconds = np.array([m.seconds for m in result.micro])
-            self.fill.observe(np.ones_like(tokens), tokens, seconds)
-            if not self.config.observe:
-                self.runner.launch_tokens = self.fill.launch_tokens
+        self.fill.collect((m.tokens, m.seconds) for m in result.micro)
+        if not self.config.observe:
+            self.runner.launch_tokens = self.fill.launch_tokens
         self._interval.add(result, wall_s)
-        self.total.add(result, wall_s)
-        self.total.lengths.clear()
-        self.total.losses.clear()
         if self.timer.due(step):
             self._decide()
 
     def _decide(self, first: bool = False) -> None:
         interval, self._interval = self._interval, IntervalMeter()
+        self.total.add_totals(interval)
+        self.fill.catch_up()
         in_force = self.actuators.in_force()
         readings = self.sensors.readings()
         if interval.steps:
@@ -203,10 +231,14 @@ class LiveRun:
         loader = self.swift.loader
         upcoming = loader.upcoming_lengths(PREVIEW_STEPS) if loader is not None else np.empty(0)
         if upcoming.size and self.memory.known:
-            longest = float(upcoming.max())
-            for name, fraction in (("fit_tokens_uncheckpointed", 0.0), ("fit_tokens_checkpointed", 1.0)):
-                readings[name] = float(self.model.fit_tokens(longest, fraction, self.config.memory_cap))
-        telemetry = interval.telemetry(time.monotonic() - self._begin_s, in_force, readings, upcoming)
+            fit = self.model.fit_tokens(upcoming.max(), [0.0, 1.0], self.config.memory_cap)
+            readings["fit_tokens_uncheckpointed"], readings["fit_tokens_checkpointed"] = fit.tolist()
+        during = in_force
+        if interval.oom_count and self.runner.failed_tokens is not None:
+            # The guard halves what was in force; the runner has halved what failed, so this is halved once, not twice.
+            during = in_force.replace(token_budget=self.runner.failed_tokens)
+        self.runner.failed_tokens = None
+        telemetry = interval.telemetry(time.monotonic() - self._begin_s, during, readings, upcoming)
         decision = self.loop.decide(telemetry)
         now = in_force if self.config.observe else self.actuators.apply(decision.controls)
         line = None if self.config.observe else change_line(self.step, in_force, now, decision.reasons)
@@ -262,9 +294,8 @@ class LiveRun:
 
     def end(self, step: int) -> None:
         """Last interval, summary, and everything back as it was; may be called twice."""
-        if self._ended:
+        if not self.live:
             return
-        self._ended = True
         self.step = step
         if self._interval.steps:
             self._decide()
@@ -280,12 +311,15 @@ class LiveRun:
         self.close()
 
     def close(self) -> None:
-        """Stop sensors, close logs, put threads and power limit back."""
-        self.sensors.stop()
-        self.actuators.restore()
-        for log in (self.trace, self.board):
-            if log is not None:
-                log.close()
+        """Stop sensors and loader workers, close logs, put layers, threads and power limit back; may be called twice.
+
+        However the training ends: a fault here is logged and goes no further.
+        """
+        self.live = False
+        try:
+            self._to_undo.close()
+        except Exception as error:
+            logger.warning("swiftcruise: not everything was put back: %r", error, exc_info=True)
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -301,17 +335,22 @@ class LiveRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's controller; another policy's state is not taken over."""
-        made_under = state.get("policy")
-        if state.get("version") != 1 or made_under != self.config.policy:
-            say(f"swiftcruise: the checkpoint was made under policy {made_under!r}; the controller starts afresh")
+        """Continue with a checkpoint's controller; a state that does not fit (another policy's) is not taken over."""
+        try:
+            made_under = state["policy"]
+            if state["version"] != 1 or made_under != self.config.policy:
+                raise ConfigError(f"it was made under policy {made_under!r}")
+            controls = Controls.of(1, **state["controls"])
+            self.loop.load_state_dict(state["loop"])
+            self.model.load_state_dict(state["memory_model"])
+            self.fill.load_state_dict(state["fill"])
+        except Exception as error:
+            say(f"swiftcruise: the checkpoint's controller is of no use here ({error}); the controller starts afresh")
+            self.loop.reset(1, self.config.seed)
             self._decide(first=True)
             return
-        self.loop.load_state_dict(state["loop"])
-        self.model.load_state_dict(state["memory_model"])
-        self.fill.load_state_dict(state["fill"])
         self.runner.launch_tokens = self.fill.launch_tokens
-        self.actuators.apply(Controls.of(1, **state["controls"]))
+        self.actuators.apply(controls)
         say(f"swiftcruise: continues with the controller of step {self.step}")
 
 

@@ -27,7 +27,7 @@ class Decision:
 
     controls: Controls  #: what the plant shall apply
     proposed: Controls  #: what the policy asked for (what was held, when it failed)
-    reasons: list[str] = field(default_factory=list)  #: why the two differ, readable
+    reasons: list[str] = field(default_factory=list)  #: the policy's words for it, then why the two differ
 
 
 class ControlLoop:
@@ -130,7 +130,7 @@ class ControlLoop:
         impossible = [name for name in CONTROL_FIELDS if columns[name].any()]
         if not impossible:
             self._failures = 0
-            return proposed, []
+            return proposed, self._explanation()
         held = {
             name: np.where(columns[name], getattr(self._last, name), getattr(proposed, name)) for name in impossible
         }
@@ -141,6 +141,14 @@ class ControlLoop:
             self._failures = 0
             self._warn("values", message)
         return proposed.replace(**held), [message]
+
+    def _explanation(self) -> list[str]:
+        """The policy's own words for its decision, where it offers `explain`."""
+        try:
+            text = self.policy.explain()  # type: ignore[attr-defined]
+        except Exception:
+            return []
+        return [text] if text else []
 
     def _fail(self, message: str, error: BaseException | None = None) -> None:
         self._failures += 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from .errors import SwiftcruiseError
 from .macro_loader import MacroRows
 from .oom import is_out_of_memory
 from .planner import MicroBatch, pack, plain_plan
@@ -95,6 +96,11 @@ class Trainer(Protocol):
         """Why samples may not change company, or None."""
         ...
 
+    @property
+    def cannot_redo(self) -> str | None:
+        """Why a step that failed on this rank cannot be computed again, or None."""
+        ...
+
     def row_length(self, row: Any) -> int:
         """Tokens of the sample's longest sequence."""
         ...
@@ -133,8 +139,8 @@ class Trainer(Protocol):
         """Forget what was logged since `state`."""
         ...
 
-    def weigh_metrics(self, before: Any, samples: int) -> None:
-        """Let scalars logged since `before` count once a sample."""
+    def weigh_metrics(self, marks: Sequence[Any], weights: Sequence[float]) -> None:
+        """Let what micro-batch i logged (between `marks[i]` and `marks[i + 1]`) count `weights[i]` times."""
         ...
 
 
@@ -145,7 +151,7 @@ class Memory(Protocol):
         """Checkpointed fraction of every micro-batch (NaN: left as it is)."""
         ...
 
-    def token_ceilings(self, lengths: Sequence[int]) -> np.ndarray | None:
+    def token_ceilings(self, lengths: Sequence[int], settings: Settings) -> np.ndarray | None:
         """Per sample: most tokens of a micro-batch whose longest sample it is."""
         ...
 
@@ -178,8 +184,8 @@ class Memory(Protocol):
         ...
 
 
-class SampleDoesNotFit(RuntimeError):
-    """A single sample does not fit into memory, even with every layer checkpointed."""
+class SampleDoesNotFit(SwiftcruiseError):
+    """What cannot be made any smaller does not fit into memory."""
 
 
 class MacroBatchRunner:
@@ -209,6 +215,7 @@ class MacroBatchRunner:
         self.accumulation = accumulation
         self.settings = Settings()
         self.launch_tokens = float("inf")
+        self.failed_tokens: float | None = None  #: tokens of the last micro-batch that had to be split to fit
         self.last: StepResult = StepResult()
         self._on_oom = on_oom
         self._clock = clock
@@ -253,7 +260,7 @@ class MacroBatchRunner:
         return prepared
 
     def _ceilings(self, lengths: Sequence[int], sequences: int) -> Sequence[float] | None:
-        ceilings = self.memory.token_ceilings(lengths)
+        ceilings = self.memory.token_ceilings(lengths, self.settings)
         return None if ceilings is None else (ceilings / sequences).tolist()
 
     def _computed(self, plan: MicroBatch) -> MicroBatch:
@@ -279,11 +286,12 @@ class MacroBatchRunner:
         """
         result = StepResult()
         random_state = _random_state()
-        metrics = self.trainer.metrics_state()
+        marks = [self.trainer.metrics_state()]
         while True:
             begin = self._clock()
             work = [(p, items) for share, items in shares for p in share.prepared]
             result.micro = []
+            del marks[1:]
             failed: tuple[Prepared, str] | None = None
             total = None
             current = work[0][0]
@@ -291,9 +299,9 @@ class MacroBatchRunner:
                 for position, (current, items) in enumerate(work):
                     loss = self._run_one(model, current, items, position == len(work) - 1, result)
                     total = loss if total is None else total + loss
-                self.trainer.end_step(model)
+                    marks.append(self.trainer.metrics_state())
             except Exception as error:
-                if not is_out_of_memory(error):
+                if self.trainer.cannot_redo or not is_out_of_memory(error):
                     raise
                 failed = current, f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
             if failed is None:
@@ -305,7 +313,7 @@ class MacroBatchRunner:
             gc.collect()
             self.memory.free()
             _restore_random_state(random_state)
-            self.trainer.restore_metrics(metrics)
+            self.trainer.restore_metrics(marks[0])
             self._shrink(*failed)
             for share, _ in shares:
                 share.prepared = []
@@ -313,6 +321,9 @@ class MacroBatchRunner:
             for share, _ in shares:
                 self.prepare(share)
             result.redo_s += self._clock() - begin
+        # Ranks may wait for each other from here on, so nothing below is ever repeated.
+        self.trainer.weigh_metrics(marks, [p.plan.samples / p.group_size for p, _ in work])
+        self.trainer.end_step(model)
         self.memory.record(result.micro)
         self._finish(result, [share for share, _ in shares])
         assert total is not None
@@ -330,13 +341,10 @@ class MacroBatchRunner:
         # The trainer takes entries out of what it is given; a redo needs them again.
         if isinstance(inputs, dict):
             inputs = dict(inputs)
-        before = self.trainer.metrics_state() if scale != 1 else None
         begin = self._clock()
         with self.memory.watch(plan, prepared.checkpoint_fraction):
             loss = self.trainer.forward_backward(model, inputs, items, divisors=divisors, last=last)
         seconds = self._clock() - begin
-        if before is not None:
-            self.trainer.weigh_metrics(before, prepared.plan.samples)
         result.micro.append(
             MicroResult(
                 plan.tokens,
@@ -378,14 +386,18 @@ class MacroBatchRunner:
             if settings.token_budget is not None:
                 budget = min(budget, settings.token_budget)
             settings.token_budget = budget
+            self.failed_tokens = float(plan.tokens)
             action = f"token budget {budget:.0f}"
         elif failed.checkpoint_fraction < 1.0:
             settings.checkpoint_fraction = 1.0
             action = "every layer checkpointed"
         else:
+            what = "a sample" if failed.plan.samples == 1 else f"a micro-batch of {failed.plan.samples} samples"
+            every = ", even with every layer checkpointed" if failed.checkpoint_fraction == 1.0 else ""
+            reason = self.trainer.fixed_composition if failed.plan.samples > 1 else None
+            whole = f" It cannot be split: {reason}." if reason else ""
             raise SampleDoesNotFit(
-                f"out of memory: {'a sample' if failed.plan.samples == 1 else 'the micro-batch'} of length "
-                f"{plan.length} tokens does not fit, even with every layer checkpointed ({why}). Shorten it "
+                f"out of memory: {what} of length {plan.length} tokens does not fit{every} ({why}).{whole} Shorten it "
                 "(--max_length), free memory on the device, or use a smaller model or LoRA."
             )
         self._on_oom(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,9 @@ class MacroLoader:
 
     Until the number of workers changes, the samples come from the wrapped loader itself, so that random states,
     prefetching and persistent workers are exactly plain ms-swift's. A change of workers in mid-epoch rebuilds a
-    loader over the index lists that were not delivered yet; no sample is lost or repeated.
+    loader over the index lists that were not delivered yet; no sample is lost or repeated, and the global random
+    state advances as the wrapped loader would advance it. A sampler whose order is not a function of the epoch alone
+    cannot be asked in advance: then there is no preview, and the workers stay as they are.
 
     Args:
         inner: The train loader, its collate function being `collate_raw`.
@@ -74,8 +76,23 @@ class MacroLoader:
     inner: Any
     accumulation: int
 
-    def bind(self, inner: Any, accumulation: int, lengths: np.ndarray | None, skipped: int = 0) -> None:
-        """Attach to `inner`; `skipped` batches of the first epoch were already trained on (resume)."""
+    def bind(
+        self,
+        inner: Any,
+        accumulation: int,
+        lengths: np.ndarray | None = None,
+        skipped: int = 0,
+        on_epoch: Callable[[MacroLoader], None] = lambda loader: None,
+    ) -> None:
+        """Attach to `inner`.
+
+        Args:
+            inner: See the class.
+            accumulation: See the class.
+            lengths: See the class.
+            skipped: Batches of the first epoch that were already trained on (resume).
+            on_epoch: Told when an epoch of this loader begins.
+        """
         self.inner = inner
         self.base_dataloader = getattr(inner, "base_dataloader", inner)
         self.accumulation = accumulation
@@ -83,6 +100,8 @@ class MacroLoader:
         self.epoch = 0
         self.delivered = skipped  #: sampler batches of this epoch handed out, the skipped ones included
         self._skipped = skipped
+        self._on_epoch = on_epoch
+        self._inner_begun = False
         self._batches: list[list[int]] = []
         self._position = 0
         self._carried: MacroRows | None = None
@@ -111,6 +130,30 @@ class MacroLoader:
         if hasattr(self.inner, "set_epoch"):
             self.inner.set_epoch(epoch)
 
+    @property
+    def order_is_known(self) -> bool:
+        """Whether the sampler gives the same index lists again when asked twice: its order depends on the epoch."""
+        from torch.utils.data import SequentialSampler
+
+        sampler = self.batch_sampler
+        while sampler is not None:
+            if hasattr(sampler, "set_epoch") or isinstance(sampler, SequentialSampler):
+                return True
+            sampler = getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))
+        return False
+
+    @property
+    def workers_can_change(self) -> bool:
+        """Whether `num_workers` may be set."""
+        return self.is_map_style and self.order_is_known
+
+    def take_over(self, other: MacroLoader) -> None:
+        """Go on where `other` left off: with its number of workers and the step that it owes."""
+        if self.workers_can_change:
+            self.num_workers = other.num_workers
+        self._carried, other._carried = other._carried, None
+        other.stop_workers()
+
     def __len__(self) -> int:
         """Optimizer steps in an epoch; a stream has no length (TypeError)."""
         return math.ceil(len(self.inner) / self.accumulation)
@@ -122,6 +165,7 @@ class MacroLoader:
         return self.delivered / total
 
     def __iter__(self) -> Iterator[MacroRows]:
+        self._on_epoch(self)
         self.delivered = self._skipped
         carried, self._carried = self._carried, None
         batches: list[RawRows] = []
@@ -141,11 +185,13 @@ class MacroLoader:
             self._carried = carried
 
     def _epoch(self) -> Iterator[RawRows]:
-        if not self.is_map_style:
+        self._position = 0
+        if not self.workers_can_change:
+            self._batches = []
             yield from self.inner
             return
         self._batches = [list(batch) for batch in self.batch_sampler]
-        self._position = 0
+        self.set_epoch(self.epoch)  # some samplers move on to the next epoch when they are through
         while self._position < len(self._batches):
             workers = self.num_workers
             source = self._source(workers)
@@ -159,11 +205,18 @@ class MacroLoader:
                     break
 
     def _source(self, workers: int) -> Iterator[RawRows]:
-        if self._own is None and workers == self._inner_workers and self._position == 0:
-            return iter(self.inner)
         import torch
         from torch.utils.data import DataLoader
 
+        # A loader draws its workers' seed from the global random state whenever it makes an iterator: once an epoch,
+        # or once for all where the workers persist.
+        persists = self._inner_workers > 0 and self.base_dataloader.persistent_workers
+        draws = self._position == 0 and not (persists and self._inner_begun)
+        self._inner_begun = True
+        if self._own is None and workers == self._inner_workers and self._position == 0:
+            return iter(self.inner)
+        if draws:
+            torch.empty((), dtype=torch.int64).random_()
         if self._own is None or self._own[0] != workers:
             self.stop_workers()
             sampler = _Remaining()
@@ -187,7 +240,7 @@ class MacroLoader:
 
     def stop_workers(self) -> None:
         """End the worker processes of the present loader."""
-        for loader in (self.inner, self._own[2] if self._own else None):
+        for loader in (self.base_dataloader, self._own[2] if self._own else None):
             iterator = getattr(loader, "_iterator", None)
             if iterator is not None:
                 if hasattr(iterator, "_shutdown_workers"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -13,6 +15,8 @@ from .checkpointing import LayerCheckpointing
 from .macro_batch import MicroResult, Settings
 from .memory_model import PeakMemoryModel
 from .planner import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
@@ -36,7 +40,8 @@ class MemoryWatch:
     """Decides how a macro-batch fits into memory (`macro_batch.Memory`).
 
     A meter that costs time is asked only while the model still learns, for shapes larger than any it has seen, and
-    now and then; a meter that enforces a limit has to see every micro-batch.
+    now and then; while no control depends on the model it need not learn, and is kept up more seldom still. A meter
+    that enforces a limit has to see every micro-batch.
 
     Args:
         model: The online model of peak memory (n = 1), in fractions of capacity.
@@ -47,7 +52,8 @@ class MemoryWatch:
         every: Measure one micro-batch in so many once the model has learnt (1 = all).
     """
 
-    LEARNING = 48  #: micro-batches measured in any case
+    LEARNING = 48  #: micro-batches measured in any case once a control depends on the model
+    IDLE = 4  #: so many times more seldom is measured before that
     DEFAULT_TARGET = 0.85  #: memory target while no policy has set one
 
     def __init__(
@@ -69,12 +75,14 @@ class MemoryWatch:
         self._measured = 0
         self._largest = 0.0
         self._measuring = False
+        self._needed = True  # whether a control depends on the model
 
     # -- before a micro-batch --------------------------------------------------------------------------------------
 
     def choose_checkpointing(self, plans: Sequence[MicroBatch], settings: Settings) -> list[float]:
         """The checkpointed fraction of every micro-batch: fixed, or the least that keeps the memory target."""
         control = self.checkpointing
+        self._needed = control is not None or not settings.plain
         if control is None:
             return [np.nan] * len(plans)
         if settings.checkpoint_fraction is not None:
@@ -90,11 +98,14 @@ class MemoryWatch:
         )
         return [float(f) for f in fractions]
 
-    def token_ceilings(self, lengths: Sequence[int]) -> np.ndarray | None:
+    def token_ceilings(self, lengths: Sequence[int], settings: Settings) -> np.ndarray | None:
         """Per sample: most tokens of a micro-batch whose longest sample it is; None while nothing is known."""
         if self._meter is None or not self.known:
             return None
-        return self.model.fit_tokens(np.asarray(lengths, dtype=np.float64), 1.0, self.memory_cap)
+        # The most that checkpointing can do; where it is left alone, the model has learnt its effect as fraction 0.
+        fraction = 1.0 if settings.checkpoint_fraction is None else settings.checkpoint_fraction
+        fraction = fraction if self.checkpointing is not None else 0.0
+        return self.model.fit_tokens(np.asarray(lengths, dtype=np.float64), fraction, self.memory_cap)
 
     @property
     def known(self) -> bool:
@@ -111,17 +122,25 @@ class MemoryWatch:
         if self._meter is None:
             return contextlib.nullcontext()
         # Activations kept grow with tokens and with layers that are not checkpointed.
-        load = plan.tokens * (1.0 + 7.0 * (1.0 - np.nan_to_num(checkpoint_fraction)))
+        unchecked = 1.0 if math.isnan(checkpoint_fraction) else 1.0 - checkpoint_fraction
+        load = plan.tokens * (1.0 + 7.0 * unchecked)
         self._seen += 1
         self._measuring = (
-            self._every == 1 or self._measured < self.LEARNING or load > self._largest or self._seen % self._every == 0
+            self._every == 1
+            or load > self._largest
+            or self._seen % (self._every if self._needed else self.IDLE * self._every) == 0
+            or (self._needed and self._measured < self.LEARNING)
         )
         if not self._measuring:
             return contextlib.nullcontext()
         self._measured += 1
         self._largest = max(self._largest, load)
-        self._meter.reset_peak()
-        return self._meter.watching()
+        try:
+            self._meter.reset_peak()
+            return self._meter.watching()
+        except Exception as error:
+            self._give_up(error)
+            return contextlib.nullcontext()
 
     # -- after it --------------------------------------------------------------------------------------------------
 
@@ -129,11 +148,20 @@ class MemoryWatch:
         """Peak of the micro-batch that just ran, as a fraction of capacity; NaN where it was not measured."""
         if self._meter is None or not self._measuring:
             return np.nan
-        return self._meter.peak_bytes / self.capacity_bytes
+        try:
+            return self._meter.peak_bytes / self.capacity_bytes
+        except Exception as error:
+            self._give_up(error)
+            return np.nan
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without the meter: checkpointing goes back to what it was before the hook came."""
+        self._meter = None
+        logger.warning("swiftcruise: memory cannot be measured any more: %r", error, exc_info=True)
 
     def record(self, results: Sequence[MicroResult]) -> None:
         """Teach the model what the micro-batches of a step took."""
-        measured = [r for r in results if not np.isnan(r.peak_fraction)]
+        measured = [r for r in results if not math.isnan(r.peak_fraction)]
         if measured:
             self.model.observe(
                 np.array([r.tokens for r in measured], dtype=np.float64),

@@ -12,7 +12,7 @@ _MESSAGES = (
     "can't allocate memory",
     "cannot allocate memory",
     "failed to allocate",
-    "nccl error: unhandled cuda error (run with nccl_debug=info for details): out of memory",
+    "std::bad_alloc",
 )
 
 

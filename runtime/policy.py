@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +21,8 @@ class Policy(Protocol):
     """Telemetry in, controls out, for n plants at once.
 
     A policy decides from telemetry alone (never from the plant), so that it decides the same in simulation, in
-    replay and in a live run. Unset (NaN) controls are left as they are.
+    replay and in a live run. Unset (NaN) controls are left as they are. A policy may also offer `explain() -> str`:
+    its words for the first plant's decision, shown on the console.
     """
 
     def reset(self, n: int, seed: int | None = None) -> None:
@@ -58,8 +60,11 @@ def register(name: str, factory: str | Callable[..., Policy]) -> None:
     REGISTRY[name] = factory
 
 
-def make_policy(name: str, **options: Any) -> Policy:
+def make_policy(name: str, defaults: Mapping[str, Any] | None = None, **options: Any) -> Policy:
     """The policy registered under `name` (or at "package.module:Class"), built with `options`.
+
+    `defaults` are what the run knows anyway (a memory cap, say): given where the policy has a parameter of that name
+    and `options` does not say otherwise.
 
     Raises:
         UnknownPolicy: no such name; the message lists the known ones.
@@ -76,7 +81,9 @@ def make_policy(name: str, **options: Any) -> Policy:
             target = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise UnknownPolicy(f"policy={name!r} cannot be loaded from {module}:{attribute}: {error}") from error
+    parameters = inspect.signature(target).parameters
+    known = {key: value for key, value in (defaults or {}).items() if key in parameters}
     try:
-        return target(**options)
+        return target(**(known | options))
     except TypeError as error:
         raise ConfigError(f"policy_options={options!r} do not suit policy {name!r}: {error}") from error

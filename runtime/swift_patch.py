@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ import torch
 from swift.dataloader import DataLoaderDispatcher
 from torch.nn.parallel import DistributedDataParallel
 
-from .checkpointing import LayerCheckpointing
-from .gradient_sync import all_reduce_gradients
+from .checkpointing import LayerCheckpointing, find_layers, make_checkpointable
+from .gradient_sync import all_reduce_gradients, without_sync
 from .macro_batch import MacroBatchRunner, MicroResult, StepResult
 from .macro_loader import MacroLoader, MacroRows, collate_raw
 from .planner import MicroBatch
@@ -39,13 +40,22 @@ _FREE_TRAINERS = {
 _COUPLED_TRAINERS = {"KTOTrainer", "EmbeddingTrainer", "RerankerTrainer", "ScoringTrainer"}
 #: Trainers that log a plain mean over micro-batches of one scalar each.
 _SCALAR_METRIC_TRAINERS = {"DPOTrainer", "CPOTrainer", "ORPOTrainer", "RewardTrainer"}
+#: Loss types of DPO that compare the samples of a batch with each other or average over their tokens together.
+_COUPLED_DPO_LOSSES = {"aot", "aot_unpaired", "bco_pair", "sft"}
 
 
 class SwiftMacroLoader(MacroLoader, DataLoaderDispatcher):
     """A macro loader that ms-swift takes for its own when it skips batches on resume."""
 
-    def __init__(self, inner: Any, accumulation: int, lengths: np.ndarray | None, skipped: int) -> None:
-        self.bind(inner, accumulation, lengths, skipped)
+    def __init__(
+        self,
+        inner: Any,
+        accumulation: int,
+        lengths: np.ndarray | None,
+        skipped: int,
+        on_epoch: Callable[[MacroLoader], None],
+    ) -> None:
+        self.bind(inner, accumulation, lengths, skipped, on_epoch)
 
 
 class MacroInputs(dict):
@@ -95,7 +105,7 @@ class SwiftTrainer:
         self.observe = observe
         self.batch_size: int = args.per_device_train_batch_size
         self.accumulation: int = args.gradient_accumulation_steps
-        self.loader: SwiftMacroLoader | None = None
+        self.loader: MacroLoader | None = None
         self._kind = type(trainer).__name__
         self._original: dict[str, Callable[..., Any]] = {}
         if not observe:
@@ -117,22 +127,40 @@ class SwiftTrainer:
     @property
     def fixed_composition(self) -> str | None:
         """Why the samples of a micro-batch may not change, or None where they may."""
-        t, args = self.trainer, self.args
-        if self._kind == "KTOTrainer" and not t.calculate_KL:
-            return None
-        if self._kind in _COUPLED_TRAINERS:
-            return f"the loss of {self._kind} couples the samples of a batch"
-        if self._kind == "Seq2SeqTrainer":
-            if not t.model_accepts_loss_kwargs:
-                return "this model averages the loss over each batch's own tokens"
+        t, args, kind = self.trainer, self.args, self._kind
+        if kind == "KTOTrainer" and not t.calculate_KL:
+            if t.accelerator.num_processes > 1:
+                return "the metrics of KTOTrainer are gathered over the ranks in every micro-batch"
+        elif kind in _COUPLED_TRAINERS:
+            return f"the loss of {kind} couples the samples of a batch"
+        if kind == "Seq2SeqTrainer" and not t.model_accepts_loss_kwargs:
+            return "this model averages the loss over each batch's own tokens"
+        if kind in ("Seq2SeqTrainer", "Trainer"):
             if t.compute_loss_func is not None:
                 return f"loss_type={args.loss_type} may average over each batch"
             if t.label_smoother is not None:
                 return "label smoothing averages over each batch's own tokens"
+        if kind == "ORPOTrainer" or (kind == "CPOTrainer" and t.cpo_alpha):
+            return f"the likelihood term of {kind} averages over each batch's own tokens"
+        if kind == "DPOTrainer":
+            if args.rpo_alpha is not None:
+                return f"rpo_alpha={args.rpo_alpha} averages over each batch's own tokens"
+            coupled = _COUPLED_DPO_LOSSES.intersection(_loss_types(t))
+            if coupled:
+                return f"loss_type={coupled.pop()} couples the samples of a batch"
         if t.model.model_info.is_moe_model and getattr(args, "router_aux_loss_coef", 0):
             return "the router's auxiliary loss depends on each batch"
         if getattr(args, "neftune_noise_alpha", None):
             return "NEFTune noise depends on each batch's padded length"
+        return None
+
+    @property
+    def cannot_redo(self) -> str | None:
+        """Why a step that failed on this rank cannot be computed again, or None."""
+        t = self.trainer
+        gathers = self._kind == "KTOTrainer" or (self._kind == "DPOTrainer" and "bco_pair" in _loss_types(t))
+        if gathers and t.accelerator.num_processes > 1:
+            return f"the loss of {self._kind} is gathered over the ranks in every micro-batch"
         return None
 
     def row_length(self, row: Any) -> int:
@@ -162,10 +190,10 @@ class SwiftTrainer:
         """One micro-batch; gradients add up. `divisors`: what a batch-mean loss is divided by (step's, nominal)."""
         t = self.trainer
         t.current_gradient_accumulation_steps, self.args.gradient_accumulation_steps = divisors
-        hold = isinstance(model, DistributedDataParallel)
+        ddp = _data_parallel(model)
         t.accelerator.gradient_state._set_sync_gradients(last)
         try:
-            with t.accelerator.no_sync(model) if hold else contextlib.nullcontext():
+            with without_sync(ddp) if ddp is not None else contextlib.nullcontext(), self._ungathered_metrics():
                 return self._original["training_step"](model, inputs, items)
         finally:
             self.args.gradient_accumulation_steps = 1
@@ -173,62 +201,130 @@ class SwiftTrainer:
 
     def end_step(self, model: Any) -> None:
         """Under DDP: average the gradients over the ranks, after all ranks have theirs."""
-        if isinstance(model, DistributedDataParallel):
-            all_reduce_gradients(model)
+        ddp = _data_parallel(model)
+        if ddp is not None:
+            all_reduce_gradients(ddp)
 
     def discard_gradients(self, model: Any) -> None:
         """Forget the gradients of the present step."""
+        t = self.trainer
         model.zero_grad(set_to_none=True)
-        if isinstance(model, DistributedDataParallel):
-            # Buffers were broadcast in the failed attempt; the other ranks do not take part in the second one.
-            model.require_forward_param_sync = False
+        if getattr(t, "ref_adapter_name", None):
+            # trl leaves the reference adapter active when its forward fails.
+            t.model.set_adapter(t.model_adapter_name or "default")
 
-    def metrics_state(self) -> Any:
+    @contextlib.contextmanager
+    def _ungathered_metrics(self) -> Iterator[None]:
+        """Keep preference metrics on their rank for the while: ranks differ in the number of their micro-batches.
+
+        `weigh_metrics` averages them over the ranks once a step instead.
+        """
+        if self._kind not in _SCALAR_METRIC_TRAINERS:
+            yield
+            return
+        accelerator = self.trainer.accelerator
+        own = vars(accelerator).get("gather_for_metrics")  # ms-swift sets one for packed preference pairs
+        accelerator.gather_for_metrics = lambda value, *_, **__: value
+        try:
+            yield
+        finally:
+            if own is None:
+                del accelerator.gather_for_metrics
+            else:
+                accelerator.gather_for_metrics = own
+
+    def metrics_state(self) -> _Metrics:
         """The training metrics so far, for `restore_metrics` and `weigh_metrics`."""
-        means = {k: (m.state, m.count) for k, m in self.trainer.custom_metrics["train"].items()}
-        stored = getattr(self.trainer, "_stored_metrics", None)
-        return means, {k: len(v) for k, v in stored["train"].items()} if stored is not None else {}
+        t = self.trainer
+        means = {k: (m.state, m.count) for k, m in t.custom_metrics["train"].items()}
+        lists = getattr(t, "_stored_metrics", {}).get("train", {})
+        running = getattr(t, "running", None)  # running moments of DPO's bco_pair
+        return _Metrics(means, {k: len(v) for k, v in lists.items()}, None if running is None else dict(vars(running)))
 
-    def restore_metrics(self, state: Any) -> None:
+    def restore_metrics(self, state: _Metrics) -> None:
         """Forget what was added since `state`."""
-        means, stored = state
-        metrics = self.trainer.custom_metrics["train"]
+        t = self.trainer
+        metrics = t.custom_metrics["train"]
         for key in list(metrics):
-            if key in means:
-                metrics[key].state, metrics[key].count = means[key]
+            if key in state.means:
+                metrics[key].state, metrics[key].count = state.means[key]
             else:
                 del metrics[key]
-        if hasattr(self.trainer, "_stored_metrics"):
-            for key, values in self.trainer._stored_metrics["train"].items():
-                del values[stored.get(key, 0) :]
+        lists = getattr(t, "_stored_metrics", {}).get("train", {})
+        for key in list(lists):
+            if key in state.lengths:
+                del lists[key][state.lengths[key] :]
+            else:
+                del lists[key]
+        if state.running is not None:
+            vars(t.running).update(state.running)
 
-    def weigh_metrics(self, before: Any, samples: int) -> None:
-        """Let scalars logged since `before` count once a sample, as batches of one would log them."""
-        if self._kind not in _SCALAR_METRIC_TRAINERS or samples == 1:
+    def weigh_metrics(self, marks: Sequence[_Metrics], weights: Sequence[float]) -> None:
+        """Let a step's metrics be the means over its samples that the sampler's own batches would have logged.
+
+        These trainers log one scalar a micro-batch and average over those. Micro-batch i, logged between `marks[i]`
+        and `marks[i + 1]`, stands for `weights[i]` of the sampler's batches.
+        """
+        t = self.trainer
+        ranks = t.accelerator.num_processes
+        as_logged = all(weight == 1 for weight in weights)
+        if self._kind not in _SCALAR_METRIC_TRAINERS or (as_logged and ranks == 1):
             return
-        means, stored = before
-        for key, metric in self.trainer.custom_metrics["train"].items():
-            state, count = means.get(key, (0.0, 0))
-            metric.state = state + samples * (metric.state - state)
-            metric.count = count + samples * (metric.count - count)
-        if hasattr(self.trainer, "_stored_metrics"):
-            for key, values in self.trainer._stored_metrics["train"].items():
-                values.extend(values[stored.get(key, 0) :] * (samples - 1))
+        for key, metric in {} if as_logged else t.custom_metrics["train"].items():
+            path = np.array([mark.means.get(key, (0.0, 0)) for mark in marks], dtype=np.float64)
+            state, count = path[0] + np.asarray(weights) @ np.diff(path, axis=0)
+            metric.state, metric.count = float(state), round(count)
+        lists = getattr(t, "_stored_metrics", {}).get("train", {})
+        begins = {key: marks[0].lengths.get(key, 0) for key in sorted(lists)}
+        begins = {key: begin for key, begin in begins.items() if len(lists[key]) - begin == len(weights)}
+        if not begins:
+            return
+        values = np.array([[float(v) for v in lists[key][begin:]] for key, begin in begins.items()])
+        means = torch.tensor(np.average(values, axis=1, weights=weights), dtype=torch.float32)
+        if ranks > 1:
+            means = t.accelerator.reduce(means.to(self.args.device), reduction="mean")
+        for (key, begin), mean in zip(begins.items(), means.tolist(), strict=True):
+            lists[key][begin:] = [mean] * round(sum(weights))
 
     # -- installation ----------------------------------------------------------------------------------------------
 
-    def install(self, runner: MacroBatchRunner, on_step_begin: Callable[[], None]) -> None:
-        """Feed macro-batches to the trainer and let `runner` compute them; `on_step_begin` before each step's data."""
+    def install(
+        self,
+        runner: MacroBatchRunner,
+        on_step_begin: Callable[[], None],
+        on_exit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Feed macro-batches to the trainer and let `runner` compute them.
+
+        Args:
+            runner: Computes the macro-batches.
+            on_step_begin: Called before each step's data are fetched.
+            on_exit: Called when the training ends, also by an exception, after which no callback is.
+        """
         t = self.trainer
-        for name in ("get_train_dataloader", "get_batch_samples", "training_step"):
+        for name in ("get_train_dataloader", "get_batch_samples", "training_step", "train"):
             self._original[name] = getattr(t, name)
+
+        def train(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return self._original["train"](*args, **kwargs)
+            finally:
+                if self.loader is not None:
+                    self.loader.stop_workers()
+                on_exit()
+
+        t.train = train
         if self.observe:
             self._install_observer(runner, on_step_begin)
             return
 
         def get_train_dataloader(skip_batches: int = 0) -> SwiftMacroLoader:
-            self.loader = self._macro_loader(skip_batches * self.accumulation)
-            return self.loader
+            loader = self._macro_loader(skip_batches * self.accumulation)
+            if skip_batches:
+                self._use(loader)
+            else:
+                self.loader = loader
+            return loader
 
         def get_batch_samples(
             epoch_iterator: Iterator[MacroRows], num_batches: int, device: Any
@@ -304,6 +400,8 @@ class SwiftTrainer:
         t = self.trainer
         original = self._original["get_train_dataloader"]
         collator, t.data_collator = t.data_collator, collate_raw
+        # Samplers that group by length do so over a whole optimizer step.
+        steps, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, self.accumulation
         try:
             takes_skip = any(
                 "skip_batches" in inspect.signature(c.__dict__["get_train_dataloader"]).parameters
@@ -319,7 +417,15 @@ class SwiftTrainer:
                 inner = skip_first_batches(inner, skip) if skip else inner
         finally:
             t.data_collator = collator
-        return SwiftMacroLoader(inner, self.accumulation, _dataset_lengths(t.train_dataset, self.row_of_lengths), skip)
+            self.args.gradient_accumulation_steps = steps
+        lengths = _dataset_lengths(t.train_dataset, self.row_of_lengths)
+        return SwiftMacroLoader(inner, self.accumulation, lengths, skip, on_epoch=self._use)
+
+    def _use(self, loader: MacroLoader) -> None:
+        """`loader` delivers from now on: a resumed epoch has a loader of its own, the next one has the first again."""
+        if self.loader is not None and self.loader is not loader:
+            loader.take_over(self.loader)
+        self.loader = loader
 
     def row_of_lengths(self, lengths: Any) -> int:
         """Length of a sample from the data set's `lengths` entry (a number, or one a sequence)."""
@@ -334,52 +440,49 @@ class SwiftTrainer:
         many tokens were computed in truth is in the telemetry.
         """
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        pad = getattr(self.trainer.processing_class, "pad_token_id", None)
         padded = real = 0
+        counted = False
         for share in shares:
-            inputs = [p.inputs for p in share.prepared]
-            if not all(isinstance(i.get(name), torch.Tensor) for i in inputs):
-                return {}
-            sequences = [i[name].shape[0] / p.plan.samples for i, p in zip(inputs, share.prepared, strict=True)]
-            for group in share.groups:
-                lengths = [share.lengths[i] for i in group]
-                padded += sum(lengths) if self.padding_free else round(sequences[0] * len(group) * max(lengths))
-            pad = getattr(self.trainer.processing_class, "pad_token_id", None)
-            for i in inputs:
-                mask = i.get("attention_mask")
-                real += int((mask.sum() if mask is not None else (i[name] != pad).sum()).item())
+            groups = share.groups
+            plain = self.padding_free or name != "input_ids" or [p.plan.indices for p in share.prepared] == groups
+            for p in share.prepared:
+                main, mask = p.inputs.get(name), p.inputs.get("attention_mask")
+                if not isinstance(main, torch.Tensor):
+                    continue  # in a mixture some samples have no image, sound or the like
+                counted = True
+                if plain:
+                    padded += main.numel()
+                elif p is share.prepared[0]:
+                    sequences = main.shape[0] / p.plan.samples
+                    padded += sum(round(sequences * len(g) * max(share.lengths[i] for i in g)) for g in groups)
+                if isinstance(mask, torch.Tensor):
+                    real += int(mask.sum())
+                else:
+                    real += main.numel() if pad is None else int((main != pad).sum())
+        if not counted:
+            return {}
         return {
             name: torch.empty(padded, dtype=torch.uint8, device="meta"),
             "attention_mask": torch.tensor([real]),
         }
 
     def layer_checkpointing(self, enable: bool) -> LayerCheckpointing:
-        """The model's layers with a checkpointing flag; with `enable`, also where the user had switched it off."""
+        """The layers whose checkpointing may be switched; with `enable`, all where the user had switched it off.
+
+        Where the user checkpoints some layers only (a frozen vision tower is left out), these are the ones: reentrant
+        checkpointing of layers whose inputs need no gradient would lose the gradients of their weights.
+        """
         t = self.trainer
         model = t.template.get_base_model(t.accelerator.unwrap_model(t.model))
-        layers = [
-            module
-            for parent in model.modules()
-            if isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential))
-            for module in parent.children()
-            if hasattr(module, "gradient_checkpointing")
-        ]
-        ready = [m for m in layers if getattr(m, "_gradient_checkpointing_func", None) is not None]
-        if enable and layers and not ready and self._kind not in _COUPLED_TRAINERS:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs)
-            model.enable_input_require_grads()
-            ready = [m for m in layers if getattr(m, "_gradient_checkpointing_func", None) is not None]
-            for module in ready:
-                module.gradient_checkpointing = False  # type: ignore[assignment]
-        control = LayerCheckpointing(ready)
-        if hasattr(model, "gradient_checkpointing_enable"):
-            original = model.gradient_checkpointing_enable
-
-            # A reference model's forward switches checkpointing off and on again; the choice of layers must survive.
-            def gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> None:
-                original(*args, **kwargs)
-                control.apply()
-
-            model.gradient_checkpointing_enable = gradient_checkpointing_enable
+        layers = find_layers(model)
+        chosen = [layer for layer in layers if layer.gradient_checkpointing]
+        could = getattr(model, "supports_gradient_checkpointing", False) and self._kind not in _COUPLED_TRAINERS
+        if enable and could and not chosen:
+            chosen = make_checkpointable(layers)
+        control = LayerCheckpointing(chosen)
+        if enable and chosen:
+            control.keep_through(model)
         return control
 
     def epoch_now(self, state: Any) -> float | None:
@@ -390,14 +493,32 @@ class SwiftTrainer:
         return loader.epoch + loader.epoch_progress
 
 
+@dataclass(frozen=True, slots=True)
+class _Metrics:
+    """How far the training metrics had come at some moment."""
+
+    means: dict[str, tuple[float, int]]  #: sum and count of every running mean
+    lengths: dict[str, int]  #: values so far of every list
+    running: dict[str, Any] | None
+
+
+def _data_parallel(model: Any) -> DistributedDataParallel | None:
+    """The DDP wrapper of a model, under torch.compile's wrapper if there is one."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def _loss_types(trainer: Any) -> list[str]:
+    return trainer.loss_type if isinstance(trainer.loss_type, list) else [trainer.loss_type]
+
+
 def _observed(inputs: Any, name: str) -> tuple[MicroBatch, list[int]]:
-    """Shape of a collated batch, and the real tokens of its sequences."""
-    main = inputs.get(name)
-    if not isinstance(main, torch.Tensor):  # KTO and the like prefix their inputs
-        found = [v for k, v in inputs.items() if k.endswith(name) and isinstance(v, torch.Tensor)]
-        main = found[0] if found else torch.empty(0, 0)
+    """Shape of a collated batch, and the real tokens of its sequences; nothing where the inputs are no tensors."""
+    tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor)} if isinstance(inputs, Mapping) else {}
+    # KTO and the like prefix their inputs
+    main = tensors.get(name, next((v for k, v in tensors.items() if k.endswith(name)), torch.empty(0, 0)))
     count, length = main.shape[0], main.shape[1] if main.dim() > 1 else 1
-    mask = inputs.get("attention_mask")
+    mask = tensors.get("attention_mask")
     real = mask.sum(-1).flatten().tolist() if mask is not None and mask.dim() == 2 else [length] * count
     return MicroBatch(tuple(range(count)), length, count * length), [int(n) for n in real]
 

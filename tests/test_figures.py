@@ -71,14 +71,14 @@ def test_a_resumed_run_is_laid_end_to_end(tmp_path):
 
 def test_the_windowed_rate_is_exact_for_uneven_intervals():
     interval_s = np.array([1.0, 3.0, 0.5, 2.5, 1.0])
-    rate = windowed_rate(np.cumsum(interval_s), interval_s, 7.0 * interval_s, 2.0)
+    rate = windowed_rate(np.cumsum(interval_s), interval_s, interval_s, 7.0 * interval_s, 2.0)
     np.testing.assert_allclose(rate, 7.0)
 
 
 def test_an_unmeasured_interval_neither_speeds_up_nor_slows_down_its_neighbours():
     interval_s = np.ones(5)
     amount = np.array([7.0, 7.0, np.nan, 7.0, 7.0])
-    rate = windowed_rate(np.cumsum(interval_s), interval_s, amount, 4.0)
+    rate = windowed_rate(np.cumsum(interval_s), interval_s, interval_s, amount, 4.0)
     np.testing.assert_allclose(rate, [7.0, 7.0, np.nan, 7.0, 7.0])
 
 

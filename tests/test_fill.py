@@ -102,3 +102,15 @@ def test_bad_settings_are_refused_by_name():
         FillEstimator(forgetting=0.1)
     with pytest.raises(ConfigError, match="tolerance"):
         FillEstimator(tolerance=0.0)
+
+
+def test_what_is_collected_step_by_step_is_learned_in_blocks_once_the_costs_are_known():
+    rng, estimator, learned = np.random.default_rng(9), FillEstimator(), []
+    for _ in range(21):
+        tokens = rng.integers(64, 2048, 16)
+        seconds = (A + K * tokens) * (1 + 0.01 * rng.standard_normal(16))
+        estimator.collect(zip(tokens.tolist(), seconds.tolist(), strict=True))
+        learned.append(estimator.k)
+    assert learned[0] == pytest.approx(K, rel=0.1)
+    assert estimator.state_dict()["observations"] == 21 * 16
+    assert len(set(learned)) == 6  # the first step, and five blocks of four

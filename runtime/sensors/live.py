@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from .nvml import NvmlSampler, nvml_unavailable_reason, open_sampler
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -55,6 +58,7 @@ class LiveSensors:
         self, device: torch.device, memory_limit_gib: float | None, nvml_period_s: float, model: torch.nn.Module
     ) -> None:
         self.missing: dict[str, str] = {}  #: what is not measured or not controlled, and why
+        self._failed: set[str] = set()
         self.nvml: NvmlSampler | None = None
         self._cuda: CudaMemory | None = None
         self._host = HostSampler()
@@ -68,9 +72,12 @@ class LiveSensors:
             self.meter = CudaMeter(self._cuda)
             self.meter_every = 1
             self.capacity_bytes = min(float(self._cuda.capacity_bytes), limit or math.inf)
-            self.nvml = open_sampler(ordinal, nvml_period_s)
-            if self.nvml is None:
-                self.missing["NVML"] = nvml_unavailable_reason(ordinal) or "not available"
+            try:
+                self.nvml = open_sampler(ordinal, nvml_period_s)
+                if self.nvml is None:
+                    self.missing["NVML"] = nvml_unavailable_reason(ordinal) or "not available"
+            except Exception as error:
+                self.missing["NVML"] = repr(error)
         else:
             import psutil
 
@@ -110,28 +117,45 @@ class LiveSensors:
         return limits if limits is not None else (math.nan, math.nan)
 
     def readings(self) -> dict[str, float]:
-        """Values since the last call, by telemetry field; what is not measured is left out."""
+        """Values since the last call, by telemetry field; what is not measured is left out.
+
+        A sensor that fails is said so once; the others still answer.
+        """
+        values: dict[str, float] = {}
+        for name, read in (("host", self._read_host), ("CUDA allocator", self._read_cuda), ("NVML", self._read_nvml)):
+            try:
+                values |= read()
+            except Exception as error:
+                if name not in self._failed:
+                    logger.warning("swiftcruise: the sensor %s failed: %r", name, error, exc_info=True)
+                self._failed.add(name)
+        return values
+
+    def _read_host(self) -> dict[str, float]:
         host = self._host.take()
-        values = {
+        return {
             "host_cpu_fraction": host.host_cpu_fraction,
             "neighbour_cpu_fraction": host.neighbour_cpu_fraction,
             "host_memory_fraction": host.host_memory_fraction,
         }
-        if self._cuda is not None:
-            values["allocation_retries"] = float(self._cuda.take_retries())
-        if self.nvml is not None:
-            reading = self.nvml.take()
-            values |= {
-                "gpu_utilization": reading.gpu_utilization,
-                "memory_device_fraction": reading.device_memory_fraction,
-                "power_w": reading.power_w,
-                "energy_j": reading.energy_j,
-                "temperature_c": reading.temperature_c,
-                "clock_fraction": reading.clock_fraction,
-                "throttled": reading.throttled,
-                "neighbours": reading.neighbours,
-            }
-        return values
+
+    def _read_cuda(self) -> dict[str, float]:
+        return {} if self._cuda is None else {"allocation_retries": float(self._cuda.take_retries())}
+
+    def _read_nvml(self) -> dict[str, float]:
+        if self.nvml is None:
+            return {}
+        reading = self.nvml.take()
+        return {
+            "gpu_utilization": reading.gpu_utilization,
+            "memory_device_fraction": reading.device_memory_fraction,
+            "power_w": reading.power_w,
+            "energy_j": reading.energy_j,
+            "temperature_c": reading.temperature_c,
+            "clock_fraction": reading.clock_fraction,
+            "throttled": reading.throttled,
+            "neighbours": reading.neighbours,
+        }
 
 
 def _static_bytes(model: torch.nn.Module) -> float:
