@@ -34,7 +34,7 @@ class Result:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """swiftcruise's summary of the run."""
+        """What swiftcruise summed up of the run."""
         return json.loads((self.directory / "swiftcruise_summary.json").read_text(encoding="utf-8"))
 
     def weights(self) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""`make demo`: the same training twice on this machine, plain ms-swift and under swiftcruise, while things happen to it.
+"""`make demo`: the same training twice on this machine, plain and under control, while things happen to it.
 
 A tiny model, a tokenizer and long-tailed data are built on disk. In the middle of the data a run of long sequences
 passes, a memory limit is in force, and for some optimizer steps a neighbour process keeps one core busy. Both runs see
@@ -42,11 +42,11 @@ class Act:
 
 
 ACTS = (
-    Act(30),
+    Act(24),
     Act(12, "long sequences", long_sequences=True),
-    Act(14),
-    Act(8, "neighbour on one core", neighbour=True),
-    Act(26),
+    Act(12),
+    Act(4, "neighbour on one core", neighbour=True),
+    Act(20),
 )
 STEPS = sum(act.steps for act in ACTS)
 
@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
         model = build_model(out / "model")
         data = write_demo_data(out / "data.jsonl", model)
     runs = {"plain ms-swift": out / "plain", "swiftcruise": out / "cruise"}
-    shared = ["--interval-steps", "2", "--set", f"memory_limit_gib={MEMORY_LIMIT_GIB}"]
+    shared = ["--interval-steps", "1", "--set", f"memory_limit_gib={MEMORY_LIMIT_GIB}"]
     options = {"plain ms-swift": ["--observe", *shared], "swiftcruise": shared}
     for label, directory in runs.items():
         arguments = training_arguments(model, data, directory)

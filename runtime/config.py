@@ -211,19 +211,21 @@ def _limit(control: str, given: LimitConfig) -> Limit:
 
 def load_config(
     path: str | os.PathLike[str] | None = None,
-    environ: Mapping[str, str] = os.environ,
+    environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> CruiseConfig:
     """The run's configuration, checked.
 
     Args:
         path: a YAML (or JSON) file; None takes the one `SWIFTCRUISE_CONFIG` names, if any.
-        environ: environment variables.
+        environ: environment variables; those of the process by default.
         overrides: values that win over everything else, nested like the file.
 
     Raises:
         ConfigError: one line for each mistake: where it stands, the field, its value, the remedy.
     """
+    # Not a default argument: `datasets` puts a copy in the place of the os.environ that was there at import.
+    environ = os.environ if environ is None else environ
     file = os.fspath(path) if path is not None else environ.get(CONFIG_VARIABLE) or None
     asked_by = "--config" if path is not None else CONFIG_VARIABLE
     file_values = _read_file(file, asked_by) if file is not None else {}

@@ -26,6 +26,10 @@ _FORMATS: dict[str, tuple[str, str]] = {
 }
 
 
+_RELATIVE = {"token_budget", "micro_batch_cap"}  #: a change of these counts in proportion
+_SLIGHT = 0.05  #: relative change that is not worth a line
+
+
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """What a run did in all, on this rank. NaN = not measured."""
@@ -102,21 +106,30 @@ def start_lines(
 def change_line(step: int, old: Controls, new: Controls, reasons: Sequence[str] = ()) -> str | None:
     """One line on what changes at `step`, for example ``swiftcruise step 120: token budget 512 -> 768 (fill is low)``.
 
-    Controls that are unset in `new`, or that would read the same before and after, are left out; None where nothing
-    remains.
+    Left out: controls that are unset in `new`, that would read the same before and after, or whose value is relative
+    and moves by less than 5 %. Of the guard's reasons ("control: rule (details)") the rules of the controls shown
+    remain. None where no control is left to show.
     """
     before, after = old.plant(0), new.plant(0)
-    changes = []
+    changes = {}
     for name in CONTROL_FIELDS:
         if name in after:
             was = _show(name, before[name]) if name in before else "unset"
             now = _show(name, after[name])
-            if was != now:
-                changes.append(f"{_FORMATS[name][0]} {was} -> {now}")
+            slight = name in _RELATIVE and name in before and abs(after[name] / before[name] - 1) < _SLIGHT
+            if was != now and not slight:
+                changes[name] = f"{_FORMATS[name][0]} {was} -> {now}"
     if not changes:
         return None
-    why = f" ({'; '.join(reasons)})" if reasons else ""
-    return f"swiftcruise step {step}: {', '.join(changes)}{why}"
+    words: list[str] = []
+    for reason in reasons:
+        control, _, rule = reason.partition(": ")
+        if control in CONTROL_FIELDS:
+            reason = rule.partition(" (")[0] if control in changes else ""
+        if reason and reason not in words:
+            words.append(reason)
+    why = f" ({'; '.join(words)})" if words else ""
+    return f"swiftcruise step {step}: {', '.join(changes.values())}{why}"
 
 
 def summary_table(summary: RunSummary) -> Table:

@@ -46,8 +46,7 @@ class CruiseCallback(TrainerCallback):
     def __init__(self, args: Any, trainer: Any, config: CruiseConfig | None = None) -> None:
         super().__init__(args, trainer)
         check_versions()
-        # The environment as it is now: `datasets` puts a copy in the place of the one that was there at import.
-        self.config = load_config(environ=os.environ) if config is None else config
+        self.config = load_config() if config is None else config
         reasons = refusals(args, trainer)
         if reasons and not self.config.observe:
             raise UnsupportedTraining("; ".join(reasons) + ". Or run with --observe to watch without control.")

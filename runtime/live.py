@@ -26,9 +26,10 @@ from .loop import ControlLoop
 from .macro_batch import MacroBatchRunner, Settings
 from .memory_model import PeakMemoryModel
 from .memory_watch import MemoryWatch
-from .policy import make_policy
+from .policy import Policy, make_policy
+from .sensors.host import available_cores
 from .sensors.live import LiveSensors
-from .tensorboard import CruiseBoard
+from .tensorboard import DEFAULT_BANDS, Band, CruiseBoard
 from .timer import IntervalTimer
 from .trace import TraceWriter
 
@@ -127,9 +128,7 @@ class LiveRun:
             ceiling_recovery=config.guard.ceiling_recovery,
             model=self.model,
         )
-        policy = make_policy(
-            "static" if config.observe else config.policy, **({} if config.observe else config.policy_options)
-        )
+        policy = make_policy("static") if config.observe else self._make_policy()
         self.loop = ControlLoop(policy, self.guard)
         self.loop.reset(1, config.seed)
         self.timer = IntervalTimer(config.interval_s, config.interval_steps)
@@ -145,6 +144,24 @@ class LiveRun:
         else:
             self._decide(first=True)
 
+    @property
+    def _memory_target(self) -> float:
+        """The configured memory target, or the usual one under this run's cap."""
+        config = self.config
+        return (
+            min(MemoryWatch.DEFAULT_TARGET, config.memory_cap) if config.memory_target is None else config.memory_target
+        )
+
+    def _make_policy(self) -> Policy:
+        """The configured policy, told what the run knows and its options do not say."""
+        config = self.config
+        known = {
+            "memory_cap": config.memory_cap,
+            "memory_target": self._memory_target,
+            "cores": available_cores(),
+        }
+        return make_policy(config.policy, known, **config.policy_options)
+
     def _limits(self) -> ControlLimits:
         """The configured limits, narrowed to what this machine and this training have."""
         limits = self.config.control_limits()
@@ -152,6 +169,9 @@ class LiveRun:
         if math.isfinite(threads):
             high = max(limits.cpu_threads.low, min(limits.cpu_threads.high, threads))
             limits = replace(limits, cpu_threads=replace(limits.cpu_threads, high=high))
+        if self.config.memory_target is not None:
+            low, high = min(limits.memory_target.low, self.config.memory_target), self.config.memory_target
+            limits = replace(limits, memory_target=replace(limits.memory_target, low=low, high=high))
         low, high = self.sensors.power_limit_range()
         if math.isfinite(low):
             limits = replace(limits, power_limit_w=replace(limits.power_limit_w, low=low, high=high))
@@ -176,6 +196,7 @@ class LiveRun:
             "observe": config.observe,
             "device": self.sensors.device_name,
             "capacity_bytes": self.sensors.capacity_bytes,
+            "memory_cap": config.memory_cap,
             "batch_size": self.swift.batch_size,
             "accumulation": self.swift.accumulation,
             "layers": len(self.memory.checkpointing.layers) if self.memory.checkpointing is not None else 0,
@@ -183,10 +204,18 @@ class LiveRun:
             "config": config.model_dump(mode="json"),
         }
         self.trace = TraceWriter(self.output_dir / "trace.jsonl", header) if config.trace and self._main else None
-        self.board = CruiseBoard(args.logging_dir) if config.tensorboard and self._main else None
+        # A directory below ms-swift's own: it draws its pictures from the first event file that it finds in its own.
+        board_dir = Path(args.logging_dir) / "swiftcruise"
+        self.board = CruiseBoard(board_dir, self._bands()) if config.tensorboard and self._main else None
         for log in (self.trace, self.board):
             if log is not None:
                 self._to_undo.callback(log.close)
+
+    def _bands(self) -> list[Band]:
+        """The margin charts' bands, with this run's memory cap."""
+        bands = [band for band in DEFAULT_BANDS if band.field != "memory_peak_fraction"]
+        memory = Band("memory_peak_fraction", setpoint=(0.0, self._memory_target), alarm=(0.0, self.config.memory_cap))
+        return [*bands, memory]
 
     def _announce(self) -> None:
         refused = dict(self.sensors.missing)

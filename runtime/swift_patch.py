@@ -91,8 +91,6 @@ def refusals(args: Any, trainer: Any) -> list[str]:
         lines.append(f"optim={optimizer} updates weights during backward: choose another optimizer")
     if getattr(args, "tuner_backend", None) == "unsloth":
         lines.append("tuner_backend=unsloth replaces the training step: set tuner_backend=peft")
-    if getattr(args, "precompute_ref_log_probs", False):
-        lines.append("precompute_ref_log_probs=true is not supported: set it to false")
     return lines
 
 

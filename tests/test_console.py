@@ -50,6 +50,25 @@ def test_what_stays_or_reads_the_same_is_not_said():
     assert change_line(3, old, old, ["held"]) is None
 
 
+def test_a_slight_change_of_a_relative_control_is_not_worth_a_line():
+    old = Controls.of(token_budget=1000, cpu_threads=40)
+    assert change_line(3, old, Controls.of(token_budget=1040)) is None
+    assert "1,060" in str(change_line(3, old, Controls.of(token_budget=1060)))
+    assert "CPU threads 40 -> 41" in str(change_line(3, old, Controls.of(cpu_threads=41)))
+
+
+def test_of_the_guards_reasons_the_rules_of_what_changed_are_shown():
+    old = Controls.of(token_budget=1000, memory_target=0.8)
+    reasons = [
+        "climbs",
+        "token_budget: memory cap (asked 900, set 600)",
+        "memory_target: rate limit (asked 1, set 0.8)",
+    ]
+    assert change_line(3, old, Controls.of(token_budget=600, memory_target=0.8), reasons) == (
+        "swiftcruise step 3: token budget 1,000 -> 600 (climbs; memory cap)"
+    )
+
+
 def test_a_control_set_for_the_first_time_was_unset():
     assert change_line(0, Controls.of(), Controls.of(power_limit_w=250)) == (
         "swiftcruise step 0: power limit unset -> 250 W"

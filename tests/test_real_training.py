@@ -16,8 +16,10 @@ VARIANTS = {
     "batches of 4, two epochs, evaluation": (
         "sft",
         "sft",
-        ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--num_train_epochs", "2")
-        + ("--split_dataset_ratio", "0.1", "--eval_strategy", "steps", "--eval_steps", "2"),
+        (
+            *("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "3", "--num_train_epochs", "2"),
+            *("--split_dataset_ratio", "0.1", "--eval_strategy", "steps", "--eval_steps", "2"),
+        ),
     ),
     "length-grouped, last batch dropped": (
         "sft",

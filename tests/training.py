@@ -147,9 +147,7 @@ class Lab:
             return self._plain[key]
         return self._train(command, arguments, data, cruise)
 
-    def _train(
-        self, command: str, arguments: Sequence[str], data: str, cruise: Mapping[str, Any] | None
-    ) -> Trained:
+    def _train(self, command: str, arguments: Sequence[str], data: str, cruise: Mapping[str, Any] | None) -> Trained:
         import torch
         from swift.callbacks import callbacks_map
 

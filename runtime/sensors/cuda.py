@@ -60,7 +60,8 @@ class CudaMemory:
 
     def peak_bytes(self) -> int:
         """Highest memory in tensors since `reset_peak`."""
-        return self._cuda.max_memory_allocated(self._device)
+        # The nested form is what the allocator hands out; max_memory_allocated flattens all of it for one number.
+        return int(self._cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"])
 
     def peak_reserved_bytes(self) -> int:
         """Highest memory held by the allocator, cached blocks and fragments included, since `reset_peak`."""
