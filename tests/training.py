@@ -174,9 +174,13 @@ class Lab:
             return collate(trainer, rows)
 
         threads = torch.get_num_threads()
-        overrides = {"SWIFTCRUISE_OVERRIDES": json.dumps(dict(cruise or {}))}
-        with mock.patch.dict(os.environ, overrides), mock.patch.object(SwiftTrainer, "collate", counting_collate):
-            _MAINS[command]()(argv)
+        os.environ["SWIFTCRUISE_OVERRIDES"] = json.dumps(dict(cruise or {}))
+        try:
+            with mock.patch.object(SwiftTrainer, "collate", counting_collate):
+                _MAINS[command]()(argv)
+        finally:
+            # Not mock.patch.dict: `datasets` puts a copy in the place of os.environ, and the patch would end elsewhere.
+            os.environ.pop("SWIFTCRUISE_OVERRIDES", None)
         assert torch.get_num_threads() == threads
         return run
 
