@@ -26,7 +26,11 @@ def gather_config(path: str | None, settings: Sequence[str], given: Mapping[str,
 def run_training(command: Sequence[str], path: str | None, settings: Sequence[str], given: Mapping[str, Any]) -> int:
     """Run an ms-swift command under control; its exit code."""
     from ..runtime import launcher, versions
+    from ..runtime.policy import make_policy
 
     config = gather_config(path, settings, given)
     versions.check_versions()
+    if not config.observe:
+        # A policy that cannot be made is better refused now than after the model was loaded.
+        make_policy(config.policy, None, **config.policy_options)
     return launcher.run(command, config)

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,29 @@ def find_training(argv: Sequence[str]) -> Training:
     raise UnsupportedTraining(f"{argv[0]}: not an ms-swift training; give one, {_EXAMPLE}; inside a script {_BY_HAND}")
 
 
+def check_output_directory(argv: Sequence[str]) -> None:
+    """Make the training's `--output_dir`, as ms-swift would, where one is given.
+
+    Raises:
+        ConfigError: it cannot be made or written; better said now than after the model was loaded.
+    """
+    training = find_training(argv)
+    arguments = argv[training.arguments :]
+    from_file = _read_arguments_file(arguments[0]) if training.routed and arguments else {}
+    given = _take_option(arguments, "output_dir")[1] or _as_values(from_file.get("output_dir"))
+    if not given:
+        return
+    try:
+        os.makedirs(given[0], exist_ok=True)
+        with tempfile.TemporaryFile(dir=given[0]):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir={given[0]}: cannot be written ({error.strerror or error}); "
+            "choose another directory or mend its permissions"
+        ) from None
+
+
 def run(argv: Sequence[str], config: CruiseConfig) -> int:
     """Run the training `argv` under swiftcruise and wait for its end.
 
@@ -123,6 +147,7 @@ def run(argv: Sequence[str], config: CruiseConfig) -> int:
         Its exit code; 128 + N if signal N ended it, as a shell would say.
     """
     command, env = build_command(argv, config)
+    check_output_directory(argv)
     routed = find_training(argv).routed
     # A session of its own: otherwise Ctrl-C would reach the training twice, from the terminal and from here.
     with _forwarding() as attach:

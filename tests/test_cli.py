@@ -167,3 +167,12 @@ def test_this_machine_can_be_inspected():
     assert machine.cores > 0
     assert machine.memory_bytes > 2**20
     assert statuses(check_machine(machine))["ms-swift"] == "ok"
+
+
+def test_a_policy_that_cannot_be_made_is_refused_before_the_training_starts(cli, monkeypatch):
+    monkeypatch.setattr("swiftcruise.runtime.launcher.run", lambda argv, config: pytest.fail("started"))
+    wrong = ["--policy", "pid", "--set", 'policy_options={"setpoint": 1.5}']
+    for options, word in ((wrong, "setpoint=1.5"), (["--policy", "nowhere:Policy"], "nowhere")):
+        result = cli("run", *options, "--", "swift", "sft")
+        assert result.exit_code == 2
+        assert word in result.output

@@ -13,7 +13,14 @@ import yaml
 
 from swiftcruise.runtime.config import CruiseConfig, load_config
 from swiftcruise.runtime.errors import ConfigError, UnsupportedTraining
-from swiftcruise.runtime.launcher import FORWARDED, build_command, find_training, plugin_path, run
+from swiftcruise.runtime.launcher import (
+    FORWARDED,
+    build_command,
+    check_output_directory,
+    find_training,
+    plugin_path,
+    run,
+)
 
 SHIM = str(plugin_path())
 PLAIN = CruiseConfig()
@@ -260,3 +267,21 @@ def test_the_launcher_leaves_signal_handlers_as_they_were():
 
 def test_the_first_training_on_the_line_counts():
     assert find_training(["swift", "sft", "--dataset", "swift/cli/pt.py"]).method == "sft"
+
+
+def test_an_output_directory_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for argv in (
+        ["swift", "sft", "--output_dir", str(tmp_path / "file" / "out")],
+        ["swift", "sft", str(_yaml(tmp_path, output_dir=str(tmp_path / "file")))],
+    ):
+        with pytest.raises(ConfigError, match=r"output_dir=.*cannot be written"):
+            check_output_directory(argv)
+    check_output_directory(["swift", "sft", "--output_dir", str(tmp_path / "new" / "out")])
+    check_output_directory(["swift", "sft"])
+
+
+def _yaml(folder, **values):
+    path = folder / "arguments.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    return path
