@@ -212,8 +212,9 @@ class LiveRun:
                 self._to_undo.callback(log.close)
 
     def _bands(self) -> list[Band]:
-        """The margin charts' bands, with this run's memory cap."""
-        bands = [band for band in DEFAULT_BANDS if band.field != "memory_peak_fraction"]
+        """The margin charts' bands: memory under this run's cap, and utilisation where a policy holds it."""
+        holds = not self.config.observe and self.config.policy == "pid"
+        bands = [band for band in DEFAULT_BANDS if holds and band.field != "memory_peak_fraction"]
         memory = Band("memory_peak_fraction", setpoint=(0.0, self._memory_target), alarm=(0.0, self.config.memory_cap))
         return [*bands, memory]
 

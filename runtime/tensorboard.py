@@ -94,7 +94,7 @@ class CruiseBoard:
       controls during the interval), and ``swiftcruise/telemetry/throughput/padding_share``;
     - ``swiftcruise/controls/<control>``: the controls chosen for the next interval;
     - ``swiftcruise/controller/<name>``: the policy's diagnostics (P, I, D terms, setpoints, errors);
-    - ``swiftcruise/band/<field>/{setpoint,alarm}_{low,high}``: the edges that the margin charts draw;
+    - ``swiftcruise_bands/<field>/{setpoint,alarm}_{low,high}``: the edges that the margin charts draw;
     - ``swiftcruise/events``: text, one entry an event.
 
     What was not measured gets no point. The *Custom Scalars* tab holds margin charts and overviews, ready-made.
@@ -221,7 +221,7 @@ def custom_scalars_layout(bands: Sequence[Band] = DEFAULT_BANDS) -> dict[str, di
 
 
 def _edge_tags(field: str, kind: str) -> tuple[str, str]:
-    return f"{ROOT}/band/{field}/{kind}_low", f"{ROOT}/band/{field}/{kind}_high"
+    return f"{ROOT}_bands/{field}/{kind}_low", f"{ROOT}_bands/{field}/{kind}_high"
 
 
 def _lines(*tags: str) -> list[Any]:

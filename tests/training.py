@@ -174,6 +174,7 @@ class Lab:
             return collate(trainer, rows)
 
         threads = torch.get_num_threads()
+        os.environ.pop("TENSORBOARD_LOGGING_DIR", None)  # where the training before has logged
         os.environ["SWIFTCRUISE_OVERRIDES"] = json.dumps(dict(cruise or {}))
         try:
             with mock.patch.object(SwiftTrainer, "collate", counting_collate):
