@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--samples", type=int, default=1280, help="of the short data; the long data has 3/8 of it")
+    parser.add_argument("--samples", type=int, default=960, help="of the short data; the long data has 3/8 of it")
     parser.add_argument("--only", choices=["short", "long"], help="one data set")
     options = parser.parse_args()
     figures: dict[str, Any] = {"repetitions": options.repetitions, "seed": options.seed}
