@@ -1,6 +1,6 @@
 """Everything that touches the internals of ms-swift, transformers, trl and accelerate.
 
-Known to work with ms-swift 4.6 and transformers 5.10 to 5.19 (`runtime.versions` refuses others). The training loop of
+Known to work with ms-swift 4.6 and transformers 5.19 (`runtime.versions` refuses others). The training loop of
 transformers is told that gradient accumulation is 1 and is given one macro-batch an optimizer step; everything it
 counts (steps, epochs, learning-rate schedule, resume position) then stays as it is whatever the micro-batches are.
 Three bound methods of the trainer are replaced on the instance: `get_train_dataloader`, `get_batch_samples` and

@@ -29,7 +29,7 @@ class Supported:
 #: The hook reaches into ms-swift's and transformers' training loop, so their range is narrow.
 SUPPORTED = (
     Supported("ms-swift", "4.6", "4.7"),
-    Supported("transformers", "5.10", "6"),
+    Supported("transformers", "5.19", "5.20"),
     Supported("torch", "2.6"),
 )
 
