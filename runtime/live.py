@@ -93,8 +93,11 @@ class LiveRun:
         self.step = state.global_step
         self._begin_s = time.monotonic()
         self._main = state.is_world_process_zero
+        self._synchronous = args.device.type == "cpu"
         self.sensors = LiveSensors(args.device, config.memory_limit_gib, config.nvml_period_s, self.swift.trainer.model)
         self._to_undo.callback(self.sensors.stop)
+        if getattr(getattr(self.swift.trainer, "optimizer", None), "state", None):  # of a resumed run
+            self.sensors.optimizer_state_exists()
         control_layers = config.checkpoint != "keep" and not config.observe
         layers = self.swift.layer_checkpointing(enable=control_layers)
         self._to_undo.callback(layers.restore)
@@ -242,8 +245,14 @@ class LiveRun:
         if not self.live:
             return
         self.step = step
+        self.sensors.optimizer_state_exists()
         result = self.runner.last
-        self.fill.collect((m.tokens, m.seconds) for m in result.micro)
+        if self._synchronous:
+            self.fill.collect((m.tokens, m.seconds) for m in result.micro)
+        elif result.micro:
+            # A GPU works on while Python goes ahead: only the step as a whole takes the time that it takes.
+            seconds = sum(m.seconds for m in result.micro)
+            self.fill.observe(len(result.micro), sum(m.tokens for m in result.micro), seconds)
         if not self.config.observe:
             self.runner.launch_tokens = self.fill.launch_tokens
         self._interval.add(result, wall_s)
@@ -256,6 +265,8 @@ class LiveRun:
         self.fill.catch_up()
         in_force = self.actuators.in_force()
         readings = self.sensors.readings()
+        others = readings.pop("others_memory_fraction", math.nan)
+        readings["memory_device_fraction"] = interval.peak_fraction + others
         if interval.steps:
             readings["fill"] = self.fill.fill(interval.padded_tokens, interval.wall_s)
         loader = self.swift.loader

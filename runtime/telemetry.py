@@ -38,7 +38,9 @@ class Telemetry:
     gpu_utilization: Array  #: NVML "GPU utilisation", 0..1, mean over the interval
     fill: Array  #: useful share of wall time, k x padded tokens / wall (see runtime.fill), about 0..1
     memory_peak_fraction: Array  #: highest memory of this process in the interval / capacity
-    memory_device_fraction: Array  #: highest memory of all processes on the device / capacity
+    memory_device_fraction: (
+        Array  #: the same plus what other processes hold (this one's allocator cache is not counted)
+    )
     allocation_retries: Array  #: allocator retries (cache flushes under pressure) in the interval
     oom_count: Array  #: out-of-memory events in the interval
     power_w: Array  #: mean power draw, watts

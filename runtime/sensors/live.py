@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .activation_meter import ActivationMeter
 from .cuda import CudaMemory
 from .host import HostSampler
-from .nvml import NvmlSampler, nvml_unavailable_reason, open_sampler
+from .nvml import DeviceReading, NvmlSampler, nvml_unavailable_reason, open_sampler
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GIB = 2**30
+_CONTEXT_BYTES = 0.75 * _GIB  #: about what a CUDA context and its libraries take beside torch's tensors
 
 
 class CudaMeter:
@@ -25,6 +26,7 @@ class CudaMeter:
 
     def __init__(self, memory: CudaMemory) -> None:
         self._memory = memory
+        self.expected_bytes = 0  #: memory that is not taken yet but will be, and stay: the optimizer's state
 
     def watching(self) -> AbstractContextManager[object]:
         """Nothing to set up: the allocator counts by itself."""
@@ -36,8 +38,8 @@ class CudaMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest memory in tensors since `reset_peak`."""
-        return self._memory.peak_bytes()
+        """Highest memory in tensors since `reset_peak`, and what is still expected."""
+        return self._memory.peak_bytes() + self.expected_bytes
 
 
 class LiveSensors:
@@ -70,6 +72,7 @@ class LiveSensors:
             ordinal = device.index or 0
             self._cuda = CudaMemory(device)
             self.meter = CudaMeter(self._cuda)
+            self.meter.expected_bytes = int(_optimizer_bytes(model))
             self.meter_every = 1
             self.capacity_bytes = min(float(self._cuda.capacity_bytes), limit or math.inf)
             try:
@@ -117,7 +120,7 @@ class LiveSensors:
         return limits if limits is not None else (math.nan, math.nan)
 
     def readings(self) -> dict[str, float]:
-        """Values since the last call, by telemetry field; what is not measured is left out.
+        """Values since the last call, by telemetry field, and `others_memory_fraction`; unmeasured ones are left out.
 
         A sensor that fails is said so once; the others still answer.
         """
@@ -130,6 +133,11 @@ class LiveSensors:
                     logger.warning("swiftcruise: the sensor %s failed: %r", name, error, exc_info=True)
                 self._failed.add(name)
         return values
+
+    def optimizer_state_exists(self) -> None:
+        """Tell that the optimizer has made its state: from now on the allocator counts it."""
+        if isinstance(self.meter, CudaMeter):
+            self.meter.expected_bytes = 0
 
     def _read_host(self) -> dict[str, float]:
         host = self._host.take()
@@ -146,9 +154,10 @@ class LiveSensors:
         if self.nvml is None:
             return {}
         reading = self.nvml.take()
+        reserved = math.nan if self._cuda is None else float(self._cuda.reserved_bytes())
         return {
             "gpu_utilization": reading.gpu_utilization,
-            "memory_device_fraction": reading.device_memory_fraction,
+            "others_memory_fraction": others_memory_fraction(reading, reserved, self.capacity_bytes),
             "power_w": reading.power_w,
             "energy_j": reading.energy_j,
             "temperature_c": reading.temperature_c,
@@ -158,13 +167,33 @@ class LiveSensors:
         }
 
 
+def others_memory_fraction(reading: DeviceReading, reserved_bytes: float, capacity_bytes: float) -> float:
+    """What other processes take of this one's capacity; NaN where that is not known.
+
+    Args:
+        reading: NVML's reading. Where it does not see this process (in a container), torch's own count stands in, with
+            an allowance for the CUDA context.
+        reserved_bytes: What torch's allocator holds.
+        capacity_bytes: What this process may use. What the device has beyond it is room that others may have.
+    """
+    own = reading.process_memory_bytes
+    if not own > 0:
+        own = reserved_bytes + _CONTEXT_BYTES
+    others = reading.device_memory_bytes - own
+    beyond = max(0.0, reading.memory_capacity_bytes - capacity_bytes)
+    return math.nan if math.isnan(others) else max(0.0, others - beyond) / capacity_bytes
+
+
+def _optimizer_bytes(model: torch.nn.Module) -> float:
+    """Two optimizer moments."""
+    return float(sum(2 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad))
+
+
 def _static_bytes(model: torch.nn.Module) -> float:
-    """Weights, gradients and two optimizer moments."""
-    total = 0
-    for parameter in model.parameters():
-        size = parameter.numel() * parameter.element_size()
-        total += size + (3 * size if parameter.requires_grad else 0)
-    return float(total)
+    """Weights, gradients and the optimizer's state."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    gradients = _optimizer_bytes(model) / 2
+    return float(weights) + gradients + _optimizer_bytes(model)
 
 
 def _device_name(device: torch.device) -> str:
