@@ -79,6 +79,7 @@ def start_lines(
     controlled: Sequence[str],
     memory_cap: float,
     sensors: Sequence[str] = (),
+    missing: Mapping[str, str] | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> list[str]:
     """The lines a run opens with.
@@ -89,6 +90,7 @@ def start_lines(
         controlled: Controls the plant has an actuator for; empty means that the run is only observed.
         memory_cap: Fraction of capacity that the guard keeps, 0..1.
         sensors: Names of the sensors that answer.
+        missing: Sensors that do not answer, and what follows.
         refused: What is left alone, and why.
     """
     ranges = [
@@ -100,6 +102,7 @@ def start_lines(
         f"swiftcruise: policy {policy} controls {', '.join(ranges)}" if ranges else "swiftcruise: observes only",
         f"swiftcruise: keeps memory below {memory_cap:.0%}; sensors: {', '.join(sensors) or 'none'}",
     ]
+    lines += [f"swiftcruise: without {what}: {why}" for what, why in (missing or {}).items()]
     return lines + [f"swiftcruise: leaves {what} alone: {why}" for what, why in (refused or {}).items()]
 
 

@@ -222,10 +222,7 @@ class LiveRun:
         return [*bands, memory]
 
     def _announce(self) -> None:
-        refused = dict(self.sensors.missing)
         reason = self.swift.fixed_composition
-        if reason:
-            refused["the composition of micro-batches"] = reason
         controlled = [] if self.config.observe else self.actuators.names
         lines = start_lines(
             self.config.policy,
@@ -233,7 +230,8 @@ class LiveRun:
             controlled=controlled,
             memory_cap=self.config.memory_cap,
             sensors=self.sensors.names,
-            refused=refused,
+            missing=self.sensors.missing,
+            refused={"the composition of micro-batches": reason} if reason else {},
         )
         for line in lines:
             say(line)

@@ -82,11 +82,13 @@ def test_the_start_names_the_controls_at_hand_the_cap_the_sensors_and_what_is_le
         controlled=["token_budget", "power_limit_w"],
         memory_cap=0.9,
         sensors=["NVML", "host"],
+        missing={"NVML": "no driver"},
         refused={"num_workers": "the data set streams"},
     )
     assert lines == [
         "swiftcruise: policy cruise controls token budget 16..1,048,576, power limit 0 W..any",
         "swiftcruise: keeps memory below 90%; sensors: NVML, host",
+        "swiftcruise: without NVML: no driver",
         "swiftcruise: leaves num_workers alone: the data set streams",
     ]
 
