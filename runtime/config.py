@@ -150,6 +150,9 @@ class CruiseConfig(_Section):
     control_threads: bool = Field(default=True, description="Let the policy change the threads of a CPU run.")
     control_power: bool = Field(default=False, description="Let the policy change the GPU's power limit (needs root).")
     nvml_period_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between two NVML samples.")
+    decision_timeout_s: float = Field(
+        default=1.0, gt=0, le=600, description="A decision that takes longer is dropped: the last safe setting holds."
+    )
     guard: GuardConfig = Field(default=GuardConfig(), description="Safety guard.")
     limits: LimitsConfig = Field(default=LimitsConfig(), description="Bounds of the controls.")
     trace: bool = Field(default=True, description="Write `trace.jsonl` into the output directory.")

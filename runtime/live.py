@@ -132,7 +132,8 @@ class LiveRun:
             model=self.model,
         )
         policy = make_policy("static") if config.observe else self._make_policy()
-        self.loop = ControlLoop(policy, self.guard)
+        self.loop = ControlLoop(policy, self.guard, timeout_s=config.decision_timeout_s)
+        self._to_undo.callback(self.loop.close)
         self.loop.reset(1, config.seed)
         self.timer = IntervalTimer(config.interval_s, config.interval_steps)
         self.timer.restart(self.step)

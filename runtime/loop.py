@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .controls import CONTROL_FIELDS, Controls
+from .deadline import Deadline
 from .errors import ConfigError
 from .policy import Policy, State
 from .telemetry import TELEMETRY_FIELDS, Telemetry
@@ -33,10 +34,10 @@ class Decision:
 class ControlLoop:
     """A policy behind a guard; `decide` never raises because of either.
 
-    A policy *fails* when it raises, returns no `Controls` for n plants, or returns an impossible value (infinite
-    or negative) on every plant. Then the last controls are proposed again and the guard still acts on them, so
-    that a failing policy cannot keep a run near its memory limit. An impossible value on some plants only is
-    replaced on those plants in the same way. NaN is no failure: it leaves a control as it is. After
+    A policy *fails* when it raises, takes longer than ``timeout_s``, returns no `Controls` for n plants, or returns an
+    impossible value (infinite or negative) on every plant. Then the last controls are proposed again and the guard
+    still acts on them, so that a failing policy cannot keep a run near its memory limit. An impossible value on some
+    plants only is replaced on those plants in the same way. NaN is no failure: it leaves a control as it is. After
     ``max_failures`` failures in a row the policy is not asked again. A failing guard leaves the last controls in
     force. Each kind of failure is logged once, as a warning.
 
@@ -44,14 +45,18 @@ class ControlLoop:
         policy: proposes controls.
         guard: makes them safe.
         max_failures: consecutive failures after which the policy is retired.
+        timeout_s: seconds that a decision may take; None = no limit, and no thread of its own.
 
     Raises:
         ConfigError: ``max_failures`` below 1.
     """
 
-    def __init__(self, policy: Policy, guard: SafetyGuard, *, max_failures: int = 5) -> None:
+    def __init__(
+        self, policy: Policy, guard: SafetyGuard, *, max_failures: int = 5, timeout_s: float | None = None
+    ) -> None:
         if max_failures < 1:
             raise ConfigError(f"max_failures={max_failures} must be >= 1")
+        self._deadline = None if timeout_s is None else Deadline(timeout_s)
         self.policy = policy
         self.guard = guard
         self.max_failures = max_failures
@@ -98,6 +103,11 @@ class ControlLoop:
             if interval + 1 < intervals:
                 telemetry = plant.step(decision.controls)
 
+    def close(self) -> None:
+        """End the thread that decides, if there is one."""
+        if self._deadline is not None:
+            self._deadline.close()
+
     def state_dict(self) -> State:
         """Policy, guard and last controls, JSON-serialisable."""
         return {
@@ -119,7 +129,8 @@ class ControlLoop:
         if self.retired:
             return self._last, ["the policy is retired after repeated failures: controls held"]
         try:
-            proposed = self.policy.act(telemetry)
+            act = self.policy.act
+            proposed = act(telemetry) if self._deadline is None else self._deadline.call(act, telemetry)
             if not isinstance(proposed, Controls) or any(v.shape != (telemetry.n,) for _, v in proposed.items()):
                 raise TypeError(f"expected Controls of {telemetry.n} plants, got {proposed!r:.200}")
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -175,3 +176,25 @@ def test_many_plants_decide_as_each_would_alone():
     alone = budgets(ControlLoop(MemoryPID(), SafetyGuard()), Memory(), 8)
     for (_, decision), expected in zip(together.run(Memory(3), 8), alone, strict=True):
         assert decision.controls.token_budget.tolist() == [expected] * 3
+
+
+def test_a_policy_that_hangs_holds_the_controls_and_is_asked_again_when_it_is_back():
+    class Hanging(Scripted):
+        def act(self, telemetry):
+            hang = self.calls == 1
+            proposed = super().act(telemetry)
+            if hang:
+                released.wait(10)
+            return proposed
+
+    released = threading.Event()
+    loop = ControlLoop(Hanging(500.0, 600.0, 700.0), SafetyGuard(), timeout_s=0.05)
+    loop.reset(1)
+    assert loop.decide(telemetry(time_s=30.0)).controls.token_budget[0] == 500.0
+    for time_s in (60.0, 90.0):  # the second finds it still busy
+        held = loop.decide(telemetry(budget=500.0, time_s=time_s))
+        assert held.controls.token_budget[0] == 500.0
+        assert "the policy failed: controls held" in held.reasons
+    released.set()
+    while loop.decide(telemetry(budget=500.0, time_s=120.0)).controls.token_budget[0] != 700.0:
+        assert not loop.retired
