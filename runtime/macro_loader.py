@@ -15,6 +15,7 @@ class RawRows:
     """Uncollated samples of one sampler batch. Opaque: nothing copies it to a device or pins it on the way."""
 
     rows: list[Any]
+    indices: list[int] = field(default_factory=list)  #: of the rows in the data set, where the loader knows them
 
 
 def collate_raw(rows: list[Any]) -> RawRows:
@@ -30,6 +31,7 @@ class MacroRows:
     groups: list[tuple[int, ...]]  #: positions in `rows` of each of the sampler's batches
     carried: MacroRows | None = None  #: a stream's leftover of the epoch before, owed to this optimizer step
     wait_s: float = 0.0  #: seconds the training waited for the loader
+    indices: list[int] = field(default_factory=list)  #: of the samples in the data set; empty where unknown
     # Filled in by the macro-batch runner:
     lengths: list[int] = field(default_factory=list)  #: length of every sample, tokens
     prepared: list[Any] = field(default_factory=list)  #: micro-batches, planned and collated
@@ -39,10 +41,12 @@ class MacroRows:
         """The macro-batch of several sampler batches."""
         rows: list[Any] = []
         groups = []
+        indices: list[int] = []
         for batch in batches:
             groups.append(tuple(range(len(rows), len(rows) + len(batch.rows))))
             rows += batch.rows
-        return cls(rows, groups, carried)
+            indices += batch.indices
+        return cls(rows, groups, carried, indices=indices)
 
 
 class _Remaining:
@@ -102,6 +106,7 @@ class MacroLoader:
         self._skipped = skipped
         self._on_epoch = on_epoch
         self._inner_begun = False
+        self._begun = False
         self._batches: list[list[int]] = []
         self._position = 0
         self._carried: MacroRows | None = None
@@ -166,6 +171,7 @@ class MacroLoader:
 
     def __iter__(self) -> Iterator[MacroRows]:
         self._on_epoch(self)
+        self._begun = True
         self.delivered = self._skipped
         carried, self._carried = self._carried, None
         batches: list[RawRows] = []
@@ -196,6 +202,7 @@ class MacroLoader:
             workers = self.num_workers
             source = self._source(workers)
             for batch in source:
+                batch.indices = self._batches[self._position]
                 self._position += 1
                 yield batch
                 if self.num_workers != workers and self._position < len(self._batches):
@@ -249,9 +256,14 @@ class MacroLoader:
         self._own = None
 
     def upcoming_lengths(self, steps: int) -> np.ndarray:
-        """Lengths of the samples of the next `steps` macro-batches of this epoch; empty where unknown."""
-        if self.lengths is None or not self._batches:
+        """Lengths of the samples of the next `steps` macro-batches of this epoch; empty where unknown.
+
+        Before the first epoch has begun, those of the whole data set.
+        """
+        if self.lengths is None:
             return np.empty(0)
+        if not self._batches:
+            return np.empty(0) if self._begun else self.lengths
         ahead = self._batches[self._position : self._position + steps * self.accumulation]
         flat = [i for batch in ahead for i in batch]
         return self.lengths[np.asarray(flat, dtype=np.int64)] if flat else np.empty(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checkpointing import LayerCheckpointing, find_layers, make_checkpointable
 from .gradient_sync import all_reduce_gradients, without_sync
-from .macro_batch import MacroBatchRunner, MicroResult, StepResult
+from .macro_batch import MacroBatchRunner, MicroResult, SampleDoesNotFit, StepResult
 from .macro_loader import MacroLoader, MacroRows, collate_raw
 from .planner import MicroBatch
 
@@ -345,13 +346,29 @@ class SwiftTrainer:
             if not isinstance(inputs, MacroInputs):
                 return self._original["training_step"](model, inputs, num_items_in_batch)
             counted = self._counted_entries([share for share, _ in inputs.shares])
-            loss = runner.run(model, inputs.shares)
+            try:
+                loss = runner.run(model, inputs.shares)
+            except SampleDoesNotFit as error:
+                saved = self._save_before_the_end(model)
+                raise SampleDoesNotFit(f"{error} {saved}") from None
             inputs.update(counted)
             return loss
 
         t.get_train_dataloader = get_train_dataloader
         t.get_batch_samples = get_batch_samples
         t.training_step = training_step
+
+    def _save_before_the_end(self, model: Any) -> str:
+        """Save the training as it was before the step that cannot be computed; says where, or why not."""
+        t = self.trainer
+        if t.accelerator.num_processes > 1:
+            return "No checkpoint is saved: the other ranks wait in the middle of their step."
+        try:
+            t._save_checkpoint(model, trial=None)
+        except Exception as error:
+            return f"No checkpoint could be saved: {error!r}."
+        step = t.state.global_step
+        return f"All {step} steps before it are in {os.path.join(self.args.output_dir, f'checkpoint-{step}')}."
 
     def _install_observer(self, runner: MacroBatchRunner, on_step_begin: Callable[[], None]) -> None:
         """Measure plain ms-swift's steps into `runner.last` and change nothing."""
@@ -400,6 +417,11 @@ class SwiftTrainer:
         collator, t.data_collator = t.data_collator, collate_raw
         # Samplers that group by length do so over a whole optimizer step.
         steps, self.args.gradient_accumulation_steps = self.args.gradient_accumulation_steps, self.accumulation
+        # A macro-batch is fetched at one go: two of them ahead, as plain ms-swift has two batches. (Images and the like
+        # pass through shared memory, which is small in containers: there it stays as it is.)
+        prefetch = self.args.dataloader_prefetch_factor
+        if self.args.dataloader_num_workers and not t.model_meta.is_multimodal:
+            self.args.dataloader_prefetch_factor = (prefetch or 2) * self.accumulation
         try:
             takes_skip = any(
                 "skip_batches" in inspect.signature(c.__dict__["get_train_dataloader"]).parameters
@@ -416,6 +438,7 @@ class SwiftTrainer:
         finally:
             t.data_collator = collator
             self.args.gradient_accumulation_steps = steps
+            self.args.dataloader_prefetch_factor = prefetch
         lengths = _dataset_lengths(t.train_dataset, self.row_of_lengths)
         return SwiftMacroLoader(inner, self.accumulation, lengths, skip, on_epoch=self._use)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ from swiftcruise.runtime.macro_batch import SampleDoesNotFit
 from swiftcruise.runtime.trace import read_trace
 
 from .test_real_training import SGD
-from .training import Lab
+from .training import UNCHANGED, Lab
 
 #: The tiny model's weights, gradients and optimizer state take 3.4 MB; this leaves 5 MB for activations.
 SMALL_LIMIT_GIB = 0.008
@@ -63,9 +64,19 @@ def test_the_memory_model_prevents_what_would_run_out(lab: Lab):
     assert run.summary["peak_memory_fraction"] <= 1.0
 
 
-def test_a_sample_that_fits_in_no_way_is_named(lab: Lab):
-    with pytest.raises(SampleDoesNotFit, match=r"sample of length \d+ tokens does not fit, even with every layer"):
-        lab.train("sft", cruise={"policy": "static", "memory_limit_gib": 0.004})
+def test_a_sample_that_fits_in_no_way_is_named_and_the_training_so_far_is_saved(lab: Lab):
+    plain = lab.train("sft", *SGD)
+    with pytest.raises(SampleDoesNotFit) as raised:
+        lab.train("sft", *SGD, cruise={"policy": "static", "memory_limit_gib": 0.00475})
+    message = str(raised.value)
+    named = re.search(r"sample (\d+) of the data set, of length (\d+) tokens does not fit, even with every", message)
+    saved = re.search(r"All (\d+) steps before it are in (.*)\.$", message)
+    assert named is not None
+    assert saved is not None
+    assert 0 < int(named[2]) - lab.lengths[int(named[1])] < 20
+    assert int(saved[1]) >= 1
+    resumed = lab.train("sft", *SGD, "--resume_from_checkpoint", saved[2], cruise=UNCHANGED)
+    assert resumed.difference(plain) <= 1e-6
 
 
 def test_the_log_is_beside_ms_swifts_own_in_tensorboard(lab: Lab):

@@ -128,7 +128,8 @@ class Lab:
         os.environ["HF_HUB_OFFLINE"] = "1"
         self.folder = folder
         self.model = build_model(folder / "model")
-        lengths = LengthDistribution(3.4, 0.9, longest=250).sample(self.COUNT, seed=3)
+        #: Tokens of every answer; the chat template adds a few.
+        self.lengths = lengths = LengthDistribution(3.4, 0.9, longest=250).sample(self.COUNT, seed=3)
         self.data = {
             kind: write_data(folder / f"{kind}.jsonl", self.model, lengths, kind=kind)
             for kind in ("sft", "pretrain", "dpo", "kto")
