@@ -393,7 +393,7 @@ class MacroBatchRunner:
             action = "every layer checkpointed"
         else:
             index = failed.share.indices[failed.plan.indices[0]] if failed.share.indices else None
-            sample = "a sample" if index is None else f"sample {index} of the data set,"
+            sample = "a sample" if index is None else f"sample {index} of the train data set,"
             what = sample if failed.plan.samples == 1 else f"a micro-batch of {failed.plan.samples} samples"
             every = ", even with every layer checkpointed" if failed.checkpoint_fraction == 1.0 else ""
             reason = self.trainer.fixed_composition if failed.plan.samples > 1 else None
