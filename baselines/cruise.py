@@ -59,6 +59,7 @@ class CruisePolicy(ArrayState):
     """
 
     _state = (
+        "_started",
         "_ceiling",
         "_recovery",
         "_asked",
@@ -107,6 +108,7 @@ class CruisePolicy(ArrayState):
         self._lengths.reset(n)
         self._data_wait.reset(n)
         self._memory.reset(n)
+        self._started: Array = np.zeros(n)  # 1 once an interval was measured
         self._ceiling: Array = np.full(n, np.inf)  # log2 budget, after an out-of-memory error or a refusal
         self._recovery: Array = np.full(n, _CEILING_RECOVERY)
         self._asked: Array = np.full(n, np.nan)  # log2 budget proposed for this interval
@@ -135,6 +137,10 @@ class CruisePolicy(ArrayState):
         frozen = unlearnt | self._threads.busy
         # The training's own micro-batches are not sorted by length, so that their speed is no point of the response.
         own = np.isnan(telemetry.token_budget)
+        # The first interval is slow whatever the budget: caches are cold, and every layer is checkpointed until the
+        # memory model has seen what a micro-batch takes.
+        own |= self._started == 0
+        self._started = np.where(np.isfinite(speed), 1.0, self._started)
         self._climber.observe(octave, np.where(unlearnt | moved | own, np.nan, speed))
         length = np.log(positive(telemetry.upcoming_mean))
         self._climber.forget(moved | self._lengths.update(length))
@@ -149,7 +155,8 @@ class CruisePolicy(ArrayState):
         self._proposal = np.where(frozen, octave, wanted)
         # The first budget is the longest sample to come: it has to fit in any case, so others may keep it company.
         first = np.fmax(octave, np.log2(positive(telemetry.upcoming_max)))
-        self._proposal = np.where(own & np.isfinite(first), first, self._proposal)
+        unset = np.isnan(telemetry.token_budget)
+        self._proposal = np.where(unset & np.isfinite(first), first, self._proposal)
         self._asked = np.minimum(self._proposal, high)  # NaN, an unknown budget, stays NaN
         self._limited = (self._asked >= high - 1e-9).astype(np.float64)
         return Controls.of(

@@ -177,6 +177,14 @@ def test_longer_samples_to_come_start_a_new_climb():
     assert 0.0 in modes[40:44]
 
 
+def test_the_first_interval_is_slow_for_other_reasons_than_the_budget():
+    policy = CruisePolicy()
+    cold = policy.act(Telemetry.of(1, token_budget=1024.0, tokens_per_s=100.0, time_s=1.0)).token_budget[0]
+    assert cold == pytest.approx(1024.0)
+    policy.act(Telemetry.of(1, token_budget=1024.0, tokens_per_s=1000.0, fill=0.5, time_s=2.0))
+    assert policy.diagnostics()["best_tokens_per_s"][0] == pytest.approx(1000.0)
+
+
 def test_where_memory_is_the_limit_it_goes_up_to_it_and_not_over():
     training = Training(n=16, launch_tokens=1000.0, start=128.0, memory=(0.2, 0.65 / 400.0))  # 0.85 at 400 tokens
     _, peaks = drive(training, 50)
@@ -186,10 +194,14 @@ def test_where_memory_is_the_limit_it_goes_up_to_it_and_not_over():
 
 def test_a_memory_model_that_still_has_room_lets_it_climb_at_the_target():
     policy = CruisePolicy()
-    at_target = {"token_budget": 512.0, "memory_peak_fraction": 0.85, "tokens_per_s": 1000.0, "fill": 0.4}
-    stuck = policy.act(Telemetry.of(1, fit_tokens_checkpointed=512.0, **at_target)).token_budget[0]
-    policy.reset(1)
-    free = policy.act(Telemetry.of(1, fit_tokens_checkpointed=8192.0, **at_target)).token_budget[0]
+
+    def after_two_intervals(fit_tokens: float) -> float:
+        policy.reset(1)
+        at_target = {"token_budget": 512.0, "memory_peak_fraction": 0.85, "tokens_per_s": 1000.0, "fill": 0.4}
+        policy.act(Telemetry.of(1, fit_tokens_checkpointed=fit_tokens, **at_target))
+        return policy.act(Telemetry.of(1, fit_tokens_checkpointed=fit_tokens, **at_target)).token_budget[0]
+
+    stuck, free = after_two_intervals(512.0), after_two_intervals(8192.0)
     assert stuck == pytest.approx(512.0)
     assert free == pytest.approx(1024.0)
 
