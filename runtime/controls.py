@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .columns import nan_columns
 from .errors import ConfigError
 
 Array = NDArray[np.float64]
@@ -32,13 +33,7 @@ class Controls:
     @classmethod
     def of(cls, n: int = 1, **values: ArrayLike) -> Controls:
         """Controls of ``n`` plants with the given fields; all others are unset (NaN)."""
-        unknown = values.keys() - set(CONTROL_FIELDS)
-        if unknown:
-            raise TypeError(f"Controls has no field {sorted(unknown)}")
-        columns = {name: np.full(n, np.nan) for name in CONTROL_FIELDS}
-        for name, value in values.items():
-            columns[name][:] = np.asarray(value, dtype=np.float64)
-        return cls(**columns)
+        return cls(**nan_columns("Controls", CONTROL_FIELDS, n, values))
 
     @property
     def n(self) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .columns import nan_columns
+
 Array = NDArray[np.float64]
 
 
@@ -80,13 +82,7 @@ class Telemetry:
             TypeError: a name that is no field.
             ValueError: a value that does not broadcast to ``(n,)``.
         """
-        unknown = values.keys() - set(TELEMETRY_FIELDS)
-        if unknown:
-            raise TypeError(f"Telemetry has no field {sorted(unknown)}")
-        columns = {name: np.full(n, np.nan) for name in TELEMETRY_FIELDS}
-        for name, value in values.items():
-            columns[name][:] = np.asarray(value, dtype=np.float64)
-        return cls(**columns)
+        return cls(**nan_columns("Telemetry", TELEMETRY_FIELDS, n, values))
 
     @classmethod
     def stack(cls, parts: Iterable[Telemetry]) -> Telemetry:
