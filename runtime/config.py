@@ -150,6 +150,15 @@ class CruiseConfig(_Section):
     control_threads: bool = Field(default=True, description="Let the policy change the threads of a CPU run.")
     control_power: bool = Field(default=False, description="Let the policy change the GPU's power limit (needs root).")
     nvml_period_s: float = Field(default=1.0, gt=0, le=60, description="Seconds between two NVML samples.")
+    ranks: Literal["own", "follow"] = Field(
+        default="own",
+        description="Data-parallel ranks: `own` (each decides for itself) or `follow` (all apply what rank 0's policy "
+        "proposes, each behind its own guard).",
+    )
+    skip_oversized: bool = Field(
+        default=False,
+        description="Leave out (and record) a sample that fits into memory in no way, instead of ending the training.",
+    )
     decision_timeout_s: float = Field(
         default=1.0, gt=0, le=600, description="A decision that takes longer is dropped: the last safe setting holds."
     )

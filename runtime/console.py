@@ -46,6 +46,7 @@ class RunSummary:
     memory_cap: float = math.nan  #: fraction of capacity that the guard keeps
     changes: int = 0  #: intervals at whose end a control changed
     oom_count: int = 0  #: out-of-memory events survived
+    skipped: int = 0  #: samples left out because they fit in no way
     data_wait_s: float = math.nan  #: seconds spent waiting for the loader
     controls: dict[str, float] = field(default_factory=dict)  #: controls in force at the end
 
@@ -177,6 +178,7 @@ def _rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("worst margin to the memory cap", _text("{:+.1%}", summary.memory_margin)),
         ("changes", f"{summary.changes:,}"),
         ("out-of-memory events", f"{summary.oom_count:,}"),
+        ("samples left out", f"{summary.skipped:,}" if summary.skipped else ""),
     ]
     rows += [(f"final {_FORMATS[k][0]}", _show(k, v)) for k, v in summary.controls.items()]
     return [(name, value) for name, value in rows if value]

@@ -47,7 +47,7 @@ class CruiseCallback(TrainerCallback):
         super().__init__(args, trainer)
         check_versions()
         self.config = load_config() if config is None else config
-        reasons = refusals(args, trainer)
+        reasons = refusals(args, trainer, self.config.skip_oversized)
         if reasons and not self.config.observe:
             raise UnsupportedTraining("; ".join(reasons) + ". Or run with --observe to watch without control.")
         self.swift = SwiftTrainer(args, trainer, observe=self.config.observe)
@@ -58,7 +58,7 @@ class CruiseCallback(TrainerCallback):
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Put the macro-batch in the trainer's way, now that it is built."""
         self.swift.after_init()
-        self.swift.install(self.run.runner, self._begin_step, on_exit=self.run.close)
+        self.swift.install(self.run.runner, self._begin_step, on_exit=self.run.close, on_event=self.run.event)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Open sensors and logs; continue with a checkpoint's controller."""

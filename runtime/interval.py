@@ -29,6 +29,7 @@ class IntervalMeter:
     wait_s: float = 0.0
     micro_batches: int = 0
     oom_count: int = 0
+    skipped: int = 0
     checkpointed_tokens: float = 0.0
     largest: int = 0
     peak_fraction: float = np.nan
@@ -45,6 +46,7 @@ class IntervalMeter:
         self.wait_s += step.wait_s
         self.micro_batches += len(step.micro)
         self.oom_count += step.oom_count
+        self.skipped += step.skipped
         for micro in step.micro:
             self.checkpointed_tokens += micro.checkpoint_fraction * micro.tokens
             self.largest = max(self.largest, micro.tokens)
@@ -63,6 +65,7 @@ class IntervalMeter:
         self.wait_s += other.wait_s
         self.micro_batches += other.micro_batches
         self.oom_count += other.oom_count
+        self.skipped += other.skipped
         self.checkpointed_tokens += other.checkpointed_tokens
         self.largest = max(self.largest, other.largest)
         self.peak_fraction = _highest(self.peak_fraction, other.peak_fraction)

@@ -18,8 +18,10 @@ from .actuators import Actuators
 from .config import CruiseConfig
 from .console import RunSummary, change_line, say, start_lines, summary_table
 from .controls import ControlLimits, Controls
+from .creep import CreepAlarm
 from .errors import ConfigError, SwiftcruiseError
 from .fill import FillEstimator
+from .follow import Follower, FollowPolicy, Leader, default_store
 from .guard import SafetyGuard
 from .interval import IntervalMeter
 from .loop import ControlLoop
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREVIEW_STEPS = 8  #: optimizer steps ahead whose lengths are looked at
+STATE_VERSION = 2  #: of the controller's state in a checkpoint
 SUMMARY_FILE = "swiftcruise_summary.json"  #: the run's totals, in the output directory
 
 
@@ -55,14 +58,16 @@ class LiveRun:
         self.config = config
         self.swift = swift
         self.output_dir = output_dir
-        self.runner = MacroBatchRunner(swift, swift.accumulation, on_oom=self._on_oom)
+        self.runner = MacroBatchRunner(
+            swift, swift.accumulation, on_event=self.event, skip_oversized=config.skip_oversized
+        )
         self.hook_s = 0.0  #: seconds spent in the hook's callbacks
         self.step = 0
         self.changes = 0
         self.total = IntervalMeter()
         self.live = False  #: between `begin` and `end`
+        self._begin_s = time.monotonic()
         self._interval = IntervalMeter()
-        self._events: list[tuple[str, dict[str, Any]]] = []
         self._to_undo = contextlib.ExitStack()
 
     # -- begin -------------------------------------------------------------------------------------------------------
@@ -76,7 +81,6 @@ class LiveRun:
         self.close()
         self.changes, self.hook_s = 0, 0.0
         self.total, self._interval = IntervalMeter(), IntervalMeter()
-        self._events.clear()
         try:
             self._begin(args, state, saved)
             self.live = True
@@ -110,7 +114,10 @@ class LiveRun:
             layers if control_layers or config.observe else None,
             config.memory_cap,
             every=self.sensors.meter_every,
+            others=self.sensors.others_memory_now,
+            room=self.sensors.room_now,
         )
+        self.creep_alarm = CreepAlarm()
         self.runner.memory = self.memory
         self.fill = FillEstimator()
         self.runner.settings = Settings()
@@ -131,7 +138,8 @@ class LiveRun:
             ceiling_recovery=config.guard.ceiling_recovery,
             model=self.model,
         )
-        policy = make_policy("static") if config.observe else self._make_policy()
+        self.leader = None
+        policy = make_policy("static") if config.observe else self._policy_of_rank(getattr(args, "world_size", 1))
         self.loop = ControlLoop(policy, self.guard, timeout_s=config.decision_timeout_s)
         self._to_undo.callback(self.loop.close)
         self.loop.reset(1, config.seed)
@@ -155,6 +163,18 @@ class LiveRun:
         return (
             min(MemoryWatch.DEFAULT_TARGET, config.memory_cap) if config.memory_target is None else config.memory_target
         )
+
+    def _policy_of_rank(self, ranks: int) -> Policy:
+        """The configured policy, or on a rank that follows rank 0 the one that repeats its proposals."""
+        if ranks == 1 or self.config.ranks == "own":
+            return self._make_policy()
+        if self._main:
+            self.leader = Leader(default_store())
+            self._to_undo.callback(self.leader.close)
+            return self._make_policy()
+        follower = Follower(default_store())
+        self._to_undo.callback(follower.close)
+        return FollowPolicy(follower)
 
     def _make_policy(self) -> Policy:
         """The configured policy, told what the run knows and its options do not say."""
@@ -255,7 +275,9 @@ class LiveRun:
         if not self.config.observe:
             self.runner.launch_tokens = self.fill.launch_tokens
         self._interval.add(result, wall_s)
-        if self.timer.due(step):
+        # A rank that follows does not wait for its interval to end with what it begins with.
+        waiting = isinstance(self.loop.policy, FollowPolicy) and self.loop.policy.waiting
+        if self.timer.due(step) or waiting:
             self._decide()
 
     def _decide(self, first: bool = False) -> None:
@@ -271,44 +293,52 @@ class LiveRun:
         loader = self.swift.loader
         upcoming = loader.upcoming_lengths(PREVIEW_STEPS) if loader is not None else np.empty(0)
         if upcoming.size and self.memory.known:
-            fit = self.model.fit_tokens(upcoming.max(), [0.0, 1.0], self.config.memory_cap)
+            fit = self.model.fit_tokens(upcoming.max(), [0.0, 1.0], self.memory.available)
             readings["fit_tokens_uncheckpointed"], readings["fit_tokens_checkpointed"] = fit.tolist()
+        creep, error = (float(values[0]) for values in self.model.creep())
+        readings["memory_creep"] = creep
+        room = self.config.memory_cap - interval.peak_fraction
+        line = self.creep_alarm.check(creep, error, room, interval.micro_batches / max(1, interval.steps))
+        if line is not None:
+            self.event("memory_creep", line, {"per_1000_micro_batches": creep, "standard_error": error})
         during = in_force
-        if interval.oom_count and self.runner.failed_tokens is not None:
-            # The guard halves what was in force; the runner has halved what failed, so this is halved once, not twice.
-            during = in_force.replace(token_budget=self.runner.failed_tokens)
+        if interval.oom_count:
+            # The guard halves what was in force, and the runner has halved what failed: once is enough. Where a sample
+            # failed that was alone already, the budget is not to blame.
+            failed = self.runner.failed_tokens
+            during = in_force.replace(token_budget=2 * in_force.token_budget if failed is None else failed)
         self.runner.failed_tokens = None
         telemetry = interval.telemetry(time.monotonic() - self._begin_s, during, readings, upcoming)
         decision = self.loop.decide(telemetry)
+        if self.leader is not None:
+            self.leader.publish(decision.proposed)
         now = in_force if self.config.observe else self.actuators.apply(decision.controls)
         line = None if self.config.observe else change_line(self.step, in_force, now, decision.reasons)
         if line is not None:
             self.changes += not first
             say(line)
         diagnostics = self.loop.policy.diagnostics()
-        if self.trace is not None:
-            for event, details in self._events:
-                self.trace.event(event, **details)
-            if not first:
-                self.trace.interval(
-                    telemetry,
-                    now,
-                    step=self.step,
-                    proposed=decision.proposed,
-                    reasons=decision.reasons,
-                    diagnostics=diagnostics,
-                    macro_batches=interval.lengths,
-                )
-        if self.board is not None:
-            for event, details in self._events:
-                self.board.event(self.step, event, **details)
-            if not first:
-                self.board.interval(self.step, telemetry, now, diagnostics)
-        self._events.clear()
+        if self.trace is not None and not first:
+            self.trace.interval(
+                telemetry,
+                now,
+                step=self.step,
+                proposed=decision.proposed,
+                reasons=decision.reasons,
+                diagnostics=diagnostics,
+                macro_batches=interval.lengths,
+            )
+        if self.board is not None and not first:
+            self.board.interval(self.step, telemetry, now, diagnostics)
 
-    def _on_oom(self, line: str, details: Mapping[str, Any]) -> None:
-        say(f"swiftcruise step {self.step + 1}: {line}")
-        self._events.append(("oom", {"step": self.step + 1, "time_s": time.monotonic() - self._begin_s, **details}))
+    def event(self, kind: str, line: str, details: Mapping[str, Any]) -> None:
+        """Tell user, trace and TensorBoard at once of something that happened in the step under way."""
+        step = self.step + 1
+        say(f"swiftcruise step {step}: {line}")
+        if self.live and self.trace is not None:
+            self.trace.event(kind, step=step, time_s=time.monotonic() - self._begin_s, **details)
+        if self.live and self.board is not None:
+            self.board.event(step, kind, **details)
 
     # -- end ---------------------------------------------------------------------------------------------------------
 
@@ -328,6 +358,7 @@ class LiveRun:
             memory_cap=self.config.memory_cap,
             changes=self.changes,
             oom_count=total.oom_count,
+            skipped=total.skipped,
             data_wait_s=total.wait_s,
             controls=self.actuators.in_force().plant(0),
         )
@@ -366,8 +397,10 @@ class LiveRun:
     def state_dict(self) -> dict[str, Any]:
         """Controller, guard, memory model, filters and the controls in force, JSON-serialisable."""
         return {
-            "version": 1,
+            "version": STATE_VERSION,
             "policy": self.config.policy,
+            "given": self._initial_controls().plant(0),
+            "capacity_bytes": self.sensors.capacity_bytes,
             "loop": self.loop.state_dict(),
             "memory_model": self.model.state_dict(),
             "fill": self.fill.state_dict(),
@@ -375,23 +408,37 @@ class LiveRun:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's controller; a state that does not fit (another policy's) is not taken over."""
+        """Continue with a checkpoint's controller.
+
+        A control that the configuration gives now, and gave otherwise (or not at all) to the run that made the
+        checkpoint, wins over the checkpoint. Under another policy the guard, the memory model, the filters and the
+        controls continue and the policy starts afresh. A state that cannot be read is not taken over.
+        """
         try:
-            made_under = state["policy"]
-            if state["version"] != 1 or made_under != self.config.policy:
-                raise ConfigError(f"it was made under policy {made_under!r}")
-            controls = Controls.of(1, **state["controls"])
-            self.loop.load_state_dict(state["loop"])
+            if state["version"] != STATE_VERSION:
+                raise ConfigError(f"its version is {state['version']!r}, not {STATE_VERSION}")
+            same_policy = state["policy"] == self.config.policy
+            given = self._initial_controls().plant(0)
+            changed = {name: value for name, value in given.items() if state["given"].get(name) != value}
+            controls = Controls.of(1, **state["controls"] | changed)
+            self.loop.load_state_dict(state["loop"], policy=same_policy)
             self.model.load_state_dict(state["memory_model"])
+            self.model.rescale(state["capacity_bytes"] / self.sensors.capacity_bytes)
+            self.model.set_static(self.sensors.static_bytes / self.sensors.capacity_bytes)
             self.fill.load_state_dict(state["fill"])
         except Exception as error:
-            say(f"swiftcruise: the checkpoint's controller is of no use here ({error}); the controller starts afresh")
+            say(f"swiftcruise: the checkpoint's controller is of no use here ({error!r}); the controller starts afresh")
             self.loop.reset(1, self.config.seed)
+            self.model.reset(1)
+            self.model.set_static(self.sensors.static_bytes / self.sensors.capacity_bytes)
+            self.fill = FillEstimator()
             self._decide(first=True)
             return
         self.runner.launch_tokens = self.fill.launch_tokens
         self.actuators.apply(controls)
-        say(f"swiftcruise: continues with the controller of step {self.step}")
+        afresh = "" if same_policy else f"; policy {self.config.policy} starts afresh (it was {state['policy']})"
+        told = f"; {', '.join(changed)} as configured now" if changed else ""
+        say(f"swiftcruise: continues with the controller of step {self.step}{afresh}{told}")
 
 
 def _print_table(summary: RunSummary) -> None:

@@ -117,12 +117,13 @@ class ControlLoop:
             "failures": self._failures,
         }
 
-    def load_state_dict(self, state: State) -> None:
-        """Continue from `state_dict()`'s state."""
-        self.policy.load_state_dict(state["policy"])
+    def load_state_dict(self, state: State, *, policy: bool = True) -> None:
+        """Continue from `state_dict()`'s state; without `policy`, all but the policy does (it was another one)."""
+        if policy:
+            self.policy.load_state_dict(state["policy"])
         self.guard.load_state_dict(state["guard"])
         self._last = Controls.of(len(state["controls"]["token_budget"]), **state["controls"])
-        self._failures = int(state["failures"])
+        self._failures = int(state["failures"]) if policy else 0
 
     def _propose(self, telemetry: Telemetry) -> tuple[Controls, list[str]]:
         """What the policy proposes, with everything impossible replaced by the last controls."""

@@ -16,6 +16,7 @@ from .errors import SwiftcruiseError
 from .macro_loader import MacroRows
 from .oom import is_out_of_memory
 from .planner import MicroBatch, pack, plain_plan
+from .random_state import RandomState
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ class StepResult:
     collate_s: float = 0.0
     redo_s: float = 0.0
     oom_count: int = 0
+    skipped: int = 0  #: samples left out because they fit in no way (`skip_oversized`)
     lengths: list[int] = field(default_factory=list)
     loss: Any = None  #: a tensor, not read yet
 
@@ -117,10 +119,30 @@ class Trainer(Protocol):
         """What the loss of these micro-batches together is divided by."""
         ...
 
+    def agreed_micro_batches(self, count: int) -> int:
+        """How many micro-batches every rank runs in this step; `count` where ranks need not agree."""
+        ...
+
     def forward_backward(
-        self, model: Any, inputs: Any, items: Any, *, divisors: tuple[float, float], last: bool
+        self,
+        model: Any,
+        inputs: Any,
+        items: Any,
+        *,
+        divisors: tuple[float, float],
+        last: bool,
+        spare_bytes: float,
     ) -> torch.Tensor:
-        """Add one micro-batch's gradients; `divisors`: of a batch-mean loss, in this step and nominal."""
+        """Add one micro-batch's gradients.
+
+        Args:
+            model: The (wrapped) model.
+            inputs: The collated micro-batch.
+            items: What the loss of the step is divided by.
+            divisors: Of a batch-mean loss, in this step and nominal.
+            last: Whether it is the step's last micro-batch.
+            spare_bytes: Memory that is expected to stay free all the while (known for the last one only).
+        """
         ...
 
     def end_step(self, model: Any) -> None:
@@ -167,6 +189,10 @@ class Memory(Protocol):
         """Context in which a micro-batch runs."""
         ...
 
+    def spare_bytes(self, plan: MicroBatch, checkpoint_fraction: float) -> float:
+        """Memory below the cap that a micro-batch is expected to leave free; 0 where nothing is known."""
+        ...
+
     def peak_fraction(self) -> float:
         """Peak of the micro-batch that just ran; NaN where it was not measured."""
         ...
@@ -184,6 +210,10 @@ class Memory(Protocol):
         ...
 
 
+#: What the loss of a dummy is divided by.
+_NOTHING = float("inf")
+
+
 class SampleDoesNotFit(SwiftcruiseError):
     """What cannot be made any smaller does not fit into memory."""
 
@@ -197,18 +227,22 @@ class MacroBatchRunner:
     Args:
         trainer: The trainer at hand.
         accumulation: Sampler batches in a full macro-batch (ms-swift's gradient accumulation).
-        on_oom: Told of every out-of-memory event with a line for the user.
+        on_event: Told of every event: its kind ("oom" or "skipped"), a line for the user, and details.
+        skip_oversized: Leave out what fits in no way instead of ending the training. Its gradient counts as zero: the
+            loss is divided as if it were there, so that no rank has to tell the others.
 
     Set `memory` (memory model, meter and checkpointing) before the first macro-batch.
     """
 
     memory: Memory
+    _PREPARE_ATTEMPTS = 3
 
     def __init__(
         self,
         trainer: Trainer,
         accumulation: int,
-        on_oom: Callable[[str, dict[str, Any]], None] = lambda line, details: None,
+        on_event: Callable[[str, str, dict[str, Any]], None] = lambda kind, line, details: None,
+        skip_oversized: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.trainer = trainer
@@ -217,14 +251,25 @@ class MacroBatchRunner:
         self.launch_tokens = float("inf")
         self.failed_tokens: float | None = None  #: tokens of the last micro-batch that had to be split to fit
         self.last: StepResult = StepResult()
-        self._on_oom = on_oom
+        self.skip_oversized = skip_oversized
+        self._on_event = on_event
         self._clock = clock
 
     # -- planning ------------------------------------------------------------------------------------------------
 
     def prepare(self, macro: MacroRows) -> list[Any]:
-        """Plan and collate a macro-batch; returns the collated micro-batches (in the order they will run)."""
-        macro.prepared = self._plan(macro)
+        """Plan and collate a macro-batch; returns the collated micro-batches (in the order they will run).
+
+        Where the host has no memory for that, what can be freed is freed, and it is tried again.
+        """
+        for attempt in range(self._PREPARE_ATTEMPTS):
+            try:
+                macro.prepared = self._plan(macro)
+                break
+            except Exception as error:
+                if attempt + 1 == self._PREPARE_ATTEMPTS or not is_out_of_memory(error):
+                    raise
+            self._free()
         return [p.inputs for p in macro.prepared]
 
     def _plan(self, macro: MacroRows) -> list[Prepared]:
@@ -235,12 +280,13 @@ class MacroBatchRunner:
         plans: list[tuple[MicroBatch, int]] = []
         if settings.plain or trainer.fixed_composition:
             plain = plain_plan(lengths, macro.groups, padding_free=trainer.padding_free)
-            plans = [(p, p.samples) for p in plain]
+            plans = [(p, p.samples) for p in plain if macro.skipped.isdisjoint(p.indices)]
         else:
             # Only the epoch's last batch differs in size; its samples weigh differently and stay among themselves.
             sizes = sorted({len(group) for group in macro.groups}, reverse=True)
             for size in sizes:
-                indices = [i for group in macro.groups if len(group) == size for i in group]
+                groups = (group for group in macro.groups if len(group) == size)
+                indices = [i for group in groups for i in group if i not in macro.skipped]
                 sequences = trainer.sequences_per_row
                 packed = pack(
                     lengths,
@@ -282,10 +328,10 @@ class MacroBatchRunner:
                 leftover is owed.
 
         Raises:
-            SampleDoesNotFit: one sample alone does not fit with every layer checkpointed.
+            SampleDoesNotFit: one sample alone does not fit with every layer checkpointed, and may not be skipped.
         """
         result = StepResult()
-        random_state = _random_state()
+        random_state = RandomState(model)
         marks = [self.trainer.metrics_state()]
         while True:
             begin = self._clock()
@@ -294,14 +340,18 @@ class MacroBatchRunner:
             del marks[1:]
             failed: tuple[Prepared, str] | None = None
             total = None
-            current = work[0][0]
+            current = None
             try:
+                for current in self._dummies([p for p, _ in work]):
+                    self._run_one(model, current, _NOTHING, last=False)
+                    self.trainer.restore_metrics(marks[0])
                 for position, (current, items) in enumerate(work):
-                    loss = self._run_one(model, current, items, position == len(work) - 1, result)
+                    loss, micro = self._run_one(model, current, items, last=position == len(work) - 1)
                     total = loss if total is None else total + loss
+                    result.micro.append(micro)
                     marks.append(self.trainer.metrics_state())
             except Exception as error:
-                if self.trainer.cannot_redo or not is_out_of_memory(error):
+                if current is None or self.trainer.cannot_redo or not is_out_of_memory(error):
                     raise
                 failed = current, f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
             if failed is None:
@@ -310,9 +360,8 @@ class MacroBatchRunner:
             total = None
             result.oom_count += 1
             self.trainer.discard_gradients(model)
-            gc.collect()
-            self.memory.free()
-            _restore_random_state(random_state)
+            self._free()
+            random_state.restore()
             self.trainer.restore_metrics(marks[0])
             self._shrink(*failed)
             for share, _ in shares:
@@ -322,51 +371,61 @@ class MacroBatchRunner:
                 self.prepare(share)
             result.redo_s += self._clock() - begin
         # Ranks may wait for each other from here on, so nothing below is ever repeated.
-        self.trainer.weigh_metrics(marks, [p.plan.samples / p.group_size for p, _ in work])
         self.trainer.end_step(model)
+        self.trainer.weigh_metrics(marks, [p.plan.samples / p.group_size for p, _ in work])
         self.memory.record(result.micro)
         self._finish(result, [share for share, _ in shares])
-        assert total is not None
-        result.loss = total
-        return total
+        result.loss = _zero(model) if total is None else total
+        return result.loss
 
-    def _run_one(self, model: Any, prepared: Prepared, items: Any, last: bool, result: StepResult) -> torch.Tensor:
+    def _dummies(self, work: Sequence[Prepared]) -> list[Prepared]:
+        """What this rank runs beyond its own work, for ranks that must all run equally many micro-batches."""
+        missing = self.trainer.agreed_micro_batches(len(work)) - len(work)
+        return [min(work, key=lambda p: p.plan.tokens)] * missing if missing else []
+
+    def _run_one(self, model: Any, prepared: Prepared, items: Any, *, last: bool) -> tuple[torch.Tensor, MicroResult]:
+        """Loss and cost of one micro-batch; a dummy (`_NOTHING`) adds zero to loss and gradients."""
         plan = self._computed(prepared.plan)
         self.memory.set_checkpointing(prepared.checkpoint_fraction)
         # plain divides a batch mean by the number of batches (of this step, or nominal); a micro-batch of n samples
         # out of batches of b samples stands for n / b of them.
         scale = prepared.group_size / prepared.plan.samples
         divisors = (len(prepared.share.groups) * scale, self.accumulation * scale)
+        if items is _NOTHING:
+            divisors = (_NOTHING, _NOTHING)
         inputs = prepared.inputs
         # The trainer takes entries out of what it is given; a redo needs them again.
         if isinstance(inputs, dict):
             inputs = dict(inputs)
+        spare = self.memory.spare_bytes(plan, prepared.checkpoint_fraction) if last else 0.0
         begin = self._clock()
         with self.memory.watch(plan, prepared.checkpoint_fraction):
-            loss = self.trainer.forward_backward(model, inputs, items, divisors=divisors, last=last)
-        seconds = self._clock() - begin
-        result.micro.append(
-            MicroResult(
-                plan.tokens,
-                plan.quadratic,
-                prepared.plan.samples,
-                plan.length,
-                seconds,
-                prepared.checkpoint_fraction,
-                self.memory.peak_fraction(),
-            )
+            loss = self.trainer.forward_backward(model, inputs, items, divisors=divisors, last=last, spare_bytes=spare)
+        return loss, MicroResult(
+            plan.tokens,
+            plan.quadratic,
+            prepared.plan.samples,
+            plan.length,
+            self._clock() - begin,
+            prepared.checkpoint_fraction,
+            self.memory.peak_fraction(),
         )
-        return loss
 
     def _finish(self, result: StepResult, shares: Sequence[MacroRows]) -> None:
         for share in shares:
-            result.lengths += share.lengths
-            result.real_tokens += sum(self.trainer.row_tokens(row) for row in share.rows)
-            result.samples += len(share.rows)
+            kept = [i for i in range(len(share.rows)) if i not in share.skipped]
+            result.lengths += [share.lengths[i] for i in kept]
+            result.real_tokens += sum(self.trainer.row_tokens(share.rows[i]) for i in kept)
+            result.samples += len(kept)
+            result.skipped += len(share.skipped)
             result.wait_s += share.wait_s
             share.prepared = []
         result.padded_tokens = sum(m.tokens for m in result.micro)
         self.last = result
+
+    def _free(self) -> None:
+        gc.collect()
+        self.memory.free()
 
     def _shrink(self, failed: Prepared, why: str) -> None:
         """Halve what failed; a sample that is alone already gets every layer checkpointed."""
@@ -391,34 +450,42 @@ class MacroBatchRunner:
         elif failed.checkpoint_fraction < 1.0:
             settings.checkpoint_fraction = 1.0
             action = "every layer checkpointed"
+        elif self.skip_oversized:
+            failed.share.skipped.update(failed.plan.indices)
+            line = f"out of memory: {self._name(failed)} of length {plan.length} tokens fits in no way, it is left out"
+            self._on_event("skipped", line, details | {"indices": self._data_indices(failed)})
+            return
         else:
-            index = failed.share.indices[failed.plan.indices[0]] if failed.share.indices else None
-            sample = "a sample" if index is None else f"sample {index} of the train data set,"
-            what = sample if failed.plan.samples == 1 else f"a micro-batch of {failed.plan.samples} samples"
             every = ", even with every layer checkpointed" if failed.checkpoint_fraction == 1.0 else ""
             reason = self.trainer.fixed_composition if failed.plan.samples > 1 else None
             whole = f" It cannot be split: {reason}." if reason else ""
             raise SampleDoesNotFit(
-                f"out of memory: {what} of length {plan.length} tokens does not fit{every} ({why}).{whole} Shorten it "
-                "(--max_length), free memory on the device, or use a smaller model or LoRA."
+                f"out of memory: {self._name(failed)} of length {plan.length} tokens does not fit{every} ({why})."
+                f"{whole} Shorten it (--max_length), leave such samples out (skip_oversized: true), free memory on the "
+                "device, or use a smaller model or LoRA."
             )
-        self._on_oom(
+        self._on_event(
+            "oom",
             f"out of memory in a micro-batch of {failed.plan.samples} samples x {plan.length} tokens "
             f"-> {action}; the optimizer step is computed again",
             details | {"action": action},
         )
 
+    @staticmethod
+    def _data_indices(failed: Prepared) -> list[int]:
+        """Where the samples stand in the train data set; empty where that is not known."""
+        known = failed.share.indices
+        return [known[i] for i in failed.plan.indices] if known else []
 
-def _random_state() -> tuple[Any, Any]:
+    def _name(self, failed: Prepared) -> str:
+        indices = self._data_indices(failed)
+        if failed.plan.samples > 1:
+            return f"a micro-batch of {failed.plan.samples} samples"
+        return f"sample {indices[0]} of the train data set," if indices else "a sample"
+
+
+def _zero(model: Any) -> torch.Tensor:
+    """The loss of a step without samples."""
     import torch
 
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda
-
-
-def _restore_random_state(state: tuple[Any, Any]) -> None:
-    import torch
-
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
+    return torch.zeros((), device=next(model.parameters()).device)

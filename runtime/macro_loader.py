@@ -35,6 +35,7 @@ class MacroRows:
     # Filled in by the macro-batch runner:
     lengths: list[int] = field(default_factory=list)  #: length of every sample, tokens
     prepared: list[Any] = field(default_factory=list)  #: micro-batches, planned and collated
+    skipped: set[int] = field(default_factory=set)  #: positions of samples that fit in no way and are left out
 
     @classmethod
     def join(cls, batches: Sequence[RawRows], carried: MacroRows | None = None) -> MacroRows:

@@ -98,13 +98,14 @@ class PeakMemoryModel:
         self._gram = np.zeros((n, _COLUMNS, _COLUMNS))
         self._scale = np.zeros((n, 2))  # of tokens and of the quadratic term; 0 = none seen yet
         self._seen = np.zeros(n)
+        self._time = np.zeros(n)  # micro-batches, the unmeasured ones included
         self._static = np.full(n, np.nan)
         self._inflation = np.ones(n)  # of all but the static part, above 1 after an OOM
         self._fit: _Fit | None = None
 
     def forget(self, plants: NDArray[np.bool_]) -> None:
         """Forget some plants, given as a mask of shape ``(n,)``; their static memory is unknown again."""
-        self._gram[plants] = self._scale[plants] = self._seen[plants] = 0.0
+        self._gram[plants] = self._scale[plants] = self._seen[plants] = self._time[plants] = 0.0
         self._static[plants] = np.nan
         self._inflation[plants] = 1.0
         self._fit = None
@@ -155,28 +156,43 @@ class PeakMemoryModel:
         block[..., _QUADRATIC] = quadratic / scale[:, 1:]
         block[..., _TOKENS + 1] = block[..., _TOKENS] * unchecked
         block[..., _QUADRATIC + 1] = block[..., _QUADRATIC] * unchecked
-        block[..., _TIME] = (self._seen[:, None] + np.arange(tokens.shape[1])) / 1000.0
+        block[..., _TIME] = (self._time[:, None] + np.arange(tokens.shape[1])) / 1000.0
         block[..., _PEAK] = peak
         block[~valid] = 0.0
         count = valid.sum(axis=1)
         self._gram *= (self._forgetting**count)[:, None, None]
         self._gram += block.swapaxes(1, 2) @ block
         self._seen += count
-        self._inflation = 1.0 + (self._inflation - 1.0) * self._oom_recovery**count
+        self.passed(count)
+
+    def passed(self, count: ArrayLike) -> None:
+        """Tell that `count` more micro-batches fitted: time goes on, and the caution after an OOM fades.
+
+        `observe` tells it by itself; this is for micro-batches that were not measured.
+        """
+        self._time += count
+        self._inflation = 1.0 + (self._inflation - 1.0) * self._oom_recovery ** np.asarray(count, dtype=np.float64)
         self._fit = None
 
-    def observe_oom(self, tokens: ArrayLike, quadratic: ArrayLike, checkpoint_fraction: ArrayLike) -> None:
-        """Learn that a micro-batch ran out of memory: its peak was at least the capacity.
+    def observe_oom(
+        self,
+        tokens: ArrayLike,
+        quadratic: ArrayLike,
+        checkpoint_fraction: ArrayLike,
+        available: ArrayLike = 1.0,
+    ) -> None:
+        """Learn that a micro-batch ran out of memory: its peak was at least what was `available` of the capacity.
 
-        Counts as one observation of a full device where the model expected less, and raises the prediction for
-        activations of every shape by the factor that puts this shape at capacity. The factor fades with later
-        observations (`oom_recovery`), so the same shape does not fit until many others have fitted.
+        Counts as one observation of that peak where the model expected less, and raises the prediction for activations
+        of every shape by the factor that puts this shape there. The factor fades with later observations
+        (`oom_recovery`), so the same shape does not fit until many others have fitted. Beside a neighbour less than the
+        whole capacity is available, and less is learnt from the failure.
         """
         _, rows = self._rows(tokens, quadratic, checkpoint_fraction)
         expected = self.mean(tokens, quadratic, checkpoint_fraction)
-        self.observe(tokens, quadratic, checkpoint_fraction, np.fmax(expected, 1.0))
+        self.observe(tokens, quadratic, checkpoint_fraction, np.fmax(expected, available))
         static, rest = self._static_and_rest(*rows)
-        needed = np.where(np.isfinite(rest), (1.0 - static) / rest, 0.0)
+        needed = np.where(np.isfinite(rest), (np.asarray(available) - static) / rest, 0.0)
         self._inflation = np.maximum(self._inflation, needed.max(axis=1))
 
     # ------------------------------------------------------------------ predicting
@@ -242,22 +258,36 @@ class PeakMemoryModel:
         )
         return np.where(self._known, np.maximum(padded, np.minimum(alone, length)), np.nan).reshape(shape)
 
-    @property
-    def creep_per_1000_observations(self) -> Array:
-        """Growth of the peak with time at equal shape, fraction of capacity per 1000 observations, shape ``(n,)``.
+    def creep(self) -> tuple[Array, Array]:
+        """Growth of the peak with time at equal shape, and its standard error, each of shape ``(n,)``.
 
-        The coefficient of time in a regression on shape and time: a leak or fragmentation shows, longer sequences do
-        not. NaN until 30 observations carry weight.
+        In fractions of capacity per 1000 micro-batches: the coefficient of time in a regression on shape and time. A
+        leak or fragmentation shows, longer sequences do not. NaN until 30 observations carry weight.
         """
         # Time is counted from now, which keeps the system well conditioned in a long run.
         shift = np.broadcast_to(np.eye(_COLUMNS), self._gram.shape).copy()
-        shift[:, _STATIC, _TIME] = -self._seen / 1000.0
+        shift[:, _STATIC, _TIME] = -self._time / 1000.0
         gram = shift.swapaxes(1, 2) @ self._gram @ shift
         precision = gram[:, :_PEAK, :_PEAK].copy()
         precision[:, :_FEATURES, :_FEATURES] += self._prior(np.full(self.n, np.nan))[0]
         precision[:, _TIME, _TIME] += (_ASSUMED_NOISE / _CREEP_STD) ** 2
-        creep = np.linalg.solve(precision, gram[:, :_PEAK, _PEAK:])[:, _TIME, 0]
-        return np.where(self._gram[:, _STATIC, _STATIC] >= _CREEP_NEEDS, creep, np.nan)
+        inverse = np.linalg.inv(precision)
+        creep = (inverse @ gram[:, :_PEAK, _PEAK:])[:, _TIME, 0]
+        # The fit's noise includes what time explains, so the error is rather too large than too small.
+        error = np.sqrt(self._solved().noise * inverse[:, _TIME, _TIME])
+        known = self._gram[:, _STATIC, _STATIC] >= _CREEP_NEEDS
+        return np.where(known, creep, np.nan), np.where(known, error, np.nan)
+
+    def rescale(self, factor: float) -> None:
+        """Take over what was learned with another capacity.
+
+        Args:
+            factor: Capacity then / capacity now.
+        """
+        self._gram[:, _PEAK, :] *= factor
+        self._gram[:, :, _PEAK] *= factor
+        self._static *= factor
+        self._fit = None
 
     # ------------------------------------------------------------------ state
 
@@ -267,6 +297,7 @@ class PeakMemoryModel:
             "gram": self._gram.tolist(),
             "scale": self._scale.tolist(),
             "seen": self._seen.tolist(),
+            "time": self._time.tolist(),
             "static": self._static.tolist(),
             "inflation": self._inflation.tolist(),
         }
@@ -283,6 +314,7 @@ class PeakMemoryModel:
         self._gram = gram
         self._scale = np.array(state["scale"], dtype=np.float64)
         self._seen = np.array(state["seen"], dtype=np.float64)
+        self._time = np.array(state["time"], dtype=np.float64)
         self._static = np.array(state["static"], dtype=np.float64)
         self._inflation = np.array(state["inflation"], dtype=np.float64)
         self._fit = None

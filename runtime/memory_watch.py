@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -50,6 +50,9 @@ class MemoryWatch:
         checkpointing: The layers, or None to leave checkpointing alone.
         memory_cap: Fraction of capacity that no planned micro-batch may be predicted to exceed.
         every: Measure one micro-batch in so many once the model has learnt (1 = all).
+        others: Fraction of capacity that other processes hold at this moment; asked at every macro-batch, so that one
+            which arrives in the middle of a control interval is made room for at once.
+        room: Fraction of capacity that was within this process's reach, asked when an allocation has failed.
     """
 
     LEARNING = 48  #: micro-batches measured in any case once a control depends on the model
@@ -64,6 +67,8 @@ class MemoryWatch:
         checkpointing: LayerCheckpointing | None,
         memory_cap: float = 0.90,
         every: int = 1,
+        others: Callable[[], float] = lambda: 0.0,
+        room: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.model = model
         self.capacity_bytes = capacity_bytes
@@ -71,6 +76,8 @@ class MemoryWatch:
         self.memory_cap = memory_cap
         self._meter = meter
         self._every = every
+        self._others = others
+        self._room = room
         self._seen = 0
         self._measured = 0
         self._largest = 0.0
@@ -93,7 +100,7 @@ class MemoryWatch:
         fractions = self.model.least_checkpointing(
             np.array([p.tokens for p in plans], dtype=np.float64),
             np.array([p.quadratic for p in plans]),
-            min(target, self.memory_cap),
+            min(target, self.available),
             control.grid,
         )
         return [float(f) for f in fractions]
@@ -105,7 +112,20 @@ class MemoryWatch:
         # The most that checkpointing can do; where it is left alone, the model has learnt its effect as fraction 0.
         fraction = 1.0 if settings.checkpoint_fraction is None else settings.checkpoint_fraction
         fraction = fraction if self.checkpointing is not None else 0.0
-        return self.model.fit_tokens(np.asarray(lengths, dtype=np.float64), fraction, self.memory_cap)
+        return self.model.fit_tokens(np.asarray(lengths, dtype=np.float64), fraction, self.available)
+
+    @property
+    def available(self) -> float:
+        """Fraction of capacity that a micro-batch may be planned to reach: the cap less what others hold."""
+        return max(0.0, self.memory_cap - self._others())
+
+    def spare_bytes(self, plan: MicroBatch, checkpoint_fraction: float) -> float:
+        """Memory below the cap that a micro-batch is expected to leave free; 0 where nothing is known."""
+        if self._meter is None:
+            return 0.0
+        fraction = 0.0 if math.isnan(checkpoint_fraction) else checkpoint_fraction
+        upper = float(self.model.upper(float(plan.tokens), plan.quadratic, fraction))
+        return max(0.0, self.available - upper) * self.capacity_bytes
 
     @property
     def known(self) -> bool:
@@ -162,6 +182,7 @@ class MemoryWatch:
     def record(self, results: Sequence[MicroResult]) -> None:
         """Teach the model what the micro-batches of a step took."""
         measured = [r for r in results if not math.isnan(r.peak_fraction)]
+        self.model.passed(len(results) - len(measured))
         if measured:
             self.model.observe(
                 np.array([r.tokens for r in measured], dtype=np.float64),
@@ -172,7 +193,8 @@ class MemoryWatch:
 
     def record_oom(self, plan: MicroBatch, checkpoint_fraction: float) -> None:
         """Teach the model that this micro-batch did not fit."""
-        self.model.observe_oom(float(plan.tokens), plan.quadratic, float(np.nan_to_num(checkpoint_fraction)))
+        fraction = float(np.nan_to_num(checkpoint_fraction))
+        self.model.observe_oom(float(plan.tokens), plan.quadratic, fraction, self._room())
 
     def observed_fraction(self) -> float:
         """Share of layers that are checkpointed at present, whoever set them."""

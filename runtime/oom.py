@@ -7,6 +7,8 @@ _MESSAGES = (
     "out of memory",
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
+    "cudnn_status_not_initialized",  # of a handle that found no memory
+    "cublascreate(handle)",
     "cusolver_status_alloc_failed",
     "cusparse_status_alloc_failed",
     "can't allocate memory",

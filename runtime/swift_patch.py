@@ -4,7 +4,7 @@ Known to work with ms-swift 4.6 and transformers 5.19 (`runtime.versions` refuse
 transformers is told that gradient accumulation is 1 and is given one macro-batch an optimizer step; everything it
 counts (steps, epochs, learning-rate schedule, resume position) then stays as it is whatever the micro-batches are.
 Three bound methods of the trainer are replaced on the instance: `get_train_dataloader`, `get_batch_samples` and
-`training_step`.
+`training_step`; `runtime.swift_evaluation` replaces those of evaluation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from swift.dataloader import DataLoaderDispatcher
 from torch.nn.parallel import DistributedDataParallel
 
 from .checkpointing import LayerCheckpointing, find_layers, make_checkpointable
-from .gradient_sync import all_reduce_gradients, without_sync
+from .evaluation import EvaluationSplitter
+from .gradient_sync import GradientSync
 from .macro_batch import MacroBatchRunner, MicroResult, SampleDoesNotFit, StepResult
 from .macro_loader import MacroLoader, MacroRows, collate_raw
+from .metric_marks import MetricMark, weigh_means
 from .planner import MicroBatch
+from .swift_evaluation import SwiftEvaluation
 
 #: Trainers of ms-swift whose optimizer step can be split freely: losses are sums over tokens or means over samples.
 _FREE_TRAINERS = {
@@ -65,12 +68,17 @@ class MacroInputs(dict):
     shares: list[tuple[MacroRows, Any]]
 
 
-def refusals(args: Any, trainer: Any) -> list[str]:
+def refusals(args: Any, trainer: Any, skip_oversized: bool = False) -> list[str]:
     """Why this training cannot be controlled; each line names what is in the way and the remedy."""
     name = type(trainer).__name__
     lines = []
     if name not in _FREE_TRAINERS | _COUPLED_TRAINERS:
         lines.append(f"trainer {name} is not supported: its optimizer step cannot be split safely")
+    if skip_oversized and name in _SCALAR_METRIC_TRAINERS and args.world_size > 1:
+        lines.append(
+            f"skip_oversized=true with {name} on {args.world_size} ranks is not supported: the ranks average their "
+            "metrics in every step, and one might have none; set it to false, or drop long samples with --max_length"
+        )
     if args.auto_find_batch_size:
         lines.append(
             "auto_find_batch_size=true restarts the training with another batch size: set it to false, "
@@ -107,6 +115,7 @@ class SwiftTrainer:
         self.loader: MacroLoader | None = None
         self._kind = type(trainer).__name__
         self._original: dict[str, Callable[..., Any]] = {}
+        self._sync: GradientSync | None = None
         if not observe:
             # The loop and everything built from here on counts optimizer steps, not batches.
             args.gradient_accumulation_steps = 1
@@ -162,6 +171,10 @@ class SwiftTrainer:
             return f"the loss of {self._kind} is gathered over the ranks in every micro-batch"
         return None
 
+    def shape(self, inputs: Any) -> MicroBatch:
+        """Shape of a collated batch; a preference pair is two sequences."""
+        return _observed(inputs, getattr(self.trainer.model, "main_input_name", "input_ids"))[0]
+
     def row_length(self, row: Any) -> int:
         """Tokens of the sample's longest sequence (of all of them together where they are packed)."""
         if isinstance(row, list):
@@ -183,16 +196,26 @@ class SwiftTrainer:
         """What the loss of the step is divided by, counted by the trainer itself."""
         return self._original["get_batch_samples"](iter(collated), len(collated), self.args.device)[1]
 
+    def agreed_micro_batches(self, count: int) -> int:
+        """Data-parallel ranks need not agree: only the averaging of the gradients after them is collective."""
+        return count
+
     def forward_backward(
-        self, model: Any, inputs: Any, items: Any, *, divisors: tuple[float, float], last: bool
+        self,
+        model: Any,
+        inputs: Any,
+        items: Any,
+        *,
+        divisors: tuple[float, float],
+        last: bool,
+        spare_bytes: float,
     ) -> torch.Tensor:
         """One micro-batch; gradients add up. `divisors`: what a batch-mean loss is divided by (step's, nominal)."""
         t = self.trainer
         t.current_gradient_accumulation_steps, self.args.gradient_accumulation_steps = divisors
-        ddp = _data_parallel(model)
         t.accelerator.gradient_state._set_sync_gradients(last)
         try:
-            with without_sync(ddp) if ddp is not None else contextlib.nullcontext(), self._ungathered_metrics():
+            with self._accumulating(model, last, spare_bytes), self._ungathered_metrics():
                 return self._original["training_step"](model, inputs, items)
         finally:
             self.args.gradient_accumulation_steps = 1
@@ -200,16 +223,41 @@ class SwiftTrainer:
 
     def end_step(self, model: Any) -> None:
         """Under DDP: average the gradients over the ranks, after all ranks have theirs."""
+        sync = self._gradient_sync(model)
+        if sync is not None:
+            sync.finish()
+
+    def _accumulating(self, model: Any, last: bool, spare_bytes: float) -> contextlib.AbstractContextManager[None]:
+        """Under DDP: hold back the averaging of gradients, or let it begin in the last backward pass if memory allows.
+
+        The averaging then has the process group for itself, so not where ranks gather anything in between.
+        """
+        sync = self._gradient_sync(model)
+        if sync is None:
+            return contextlib.nullcontext()
+        return sync.accumulating(last=last, overlap=spare_bytes >= sync.copy_bytes and not self.cannot_redo)
+
+    def _gradient_sync(self, model: Any) -> GradientSync | None:
         ddp = _data_parallel(model)
-        if ddp is not None:
-            all_reduce_gradients(ddp)
+        if ddp is None:
+            return None
+        if self._sync is None or self._sync.model is not ddp:
+            self._sync = GradientSync(ddp)
+        return self._sync
 
     def discard_gradients(self, model: Any) -> None:
         """Forget the gradients of the present step."""
+        sync = self._gradient_sync(model)
+        if sync is not None:
+            sync.discard()
+        else:
+            model.zero_grad(set_to_none=True)
+        self.restore_adapter()
+
+    def restore_adapter(self) -> None:
+        """Activate the adapter in training: trl leaves the reference adapter active when its forward fails."""
         t = self.trainer
-        model.zero_grad(set_to_none=True)
         if getattr(t, "ref_adapter_name", None):
-            # trl leaves the reference adapter active when its forward fails.
             t.model.set_adapter(t.model_adapter_name or "default")
 
     @contextlib.contextmanager
@@ -232,31 +280,20 @@ class SwiftTrainer:
             else:
                 accelerator.gather_for_metrics = own
 
-    def metrics_state(self) -> _Metrics:
-        """The training metrics so far, for `restore_metrics` and `weigh_metrics`."""
-        t = self.trainer
-        means = {k: (m.state, m.count) for k, m in t.custom_metrics["train"].items()}
-        lists = getattr(t, "_stored_metrics", {}).get("train", {})
-        running = getattr(t, "running", None)  # running moments of DPO's bco_pair
-        return _Metrics(means, {k: len(v) for k, v in lists.items()}, None if running is None else dict(vars(running)))
+    def metrics_state(self, mode: str = "train") -> _Metrics:
+        """The metrics of "train" or "eval" so far, for `restore_metrics` and `weigh_metrics`."""
+        running = getattr(self.trainer, "running", None)  # running moments of DPO's bco_pair
+        return _Metrics(MetricMark.of(*self._metrics(mode)), None if running is None else dict(vars(running)))
 
-    def restore_metrics(self, state: _Metrics) -> None:
+    def restore_metrics(self, state: _Metrics, mode: str = "train") -> None:
         """Forget what was added since `state`."""
-        t = self.trainer
-        metrics = t.custom_metrics["train"]
-        for key in list(metrics):
-            if key in state.means:
-                metrics[key].state, metrics[key].count = state.means[key]
-            else:
-                del metrics[key]
-        lists = getattr(t, "_stored_metrics", {}).get("train", {})
-        for key in list(lists):
-            if key in state.lengths:
-                del lists[key][state.lengths[key] :]
-            else:
-                del lists[key]
+        state.mark.restore(*self._metrics(mode))
         if state.running is not None:
-            vars(t.running).update(state.running)
+            vars(self.trainer.running).update(state.running)
+
+    def _metrics(self, mode: str) -> tuple[Any, Any]:
+        """Running means and lists."""
+        return self.trainer.custom_metrics[mode], getattr(self.trainer, "_stored_metrics", {}).get(mode, {})
 
     def weigh_metrics(self, marks: Sequence[_Metrics], weights: Sequence[float]) -> None:
         """Let a step's metrics be the means over its samples that the sampler's own batches would have logged.
@@ -269,12 +306,10 @@ class SwiftTrainer:
         as_logged = all(weight == 1 for weight in weights)
         if self._kind not in _SCALAR_METRIC_TRAINERS or (as_logged and ranks == 1):
             return
-        for key, metric in {} if as_logged else t.custom_metrics["train"].items():
-            path = np.array([mark.means.get(key, (0.0, 0)) for mark in marks], dtype=np.float64)
-            state, count = path[0] + np.asarray(weights) @ np.diff(path, axis=0)
-            metric.state, metric.count = float(state), round(count)
-        lists = getattr(t, "_stored_metrics", {}).get("train", {})
-        begins = {key: marks[0].lengths.get(key, 0) for key in sorted(lists)}
+        running, lists = self._metrics("train")
+        if not as_logged:
+            weigh_means(running, [mark.mark for mark in marks], weights)
+        begins = {key: marks[0].mark.lengths.get(key, 0) for key in sorted(lists)}
         begins = {key: begin for key, begin in begins.items() if len(lists[key]) - begin == len(weights)}
         if not begins:
             return
@@ -292,6 +327,7 @@ class SwiftTrainer:
         runner: MacroBatchRunner,
         on_step_begin: Callable[[], None],
         on_exit: Callable[[], None] = lambda: None,
+        on_event: Callable[[str, str, dict[str, Any]], None] = lambda kind, line, details: None,
     ) -> None:
         """Feed macro-batches to the trainer and let `runner` compute them.
 
@@ -299,6 +335,7 @@ class SwiftTrainer:
             runner: Computes the macro-batches.
             on_step_begin: Called before each step's data are fetched.
             on_exit: Called when the training ends, also by an exception, after which no callback is.
+            on_event: Told of what happens in evaluation: its kind ("evaluation_oom"), a line for the user, details.
         """
         t = self.trainer
         for name in ("get_train_dataloader", "get_batch_samples", "training_step", "train"):
@@ -349,17 +386,20 @@ class SwiftTrainer:
             try:
                 loss = runner.run(model, inputs.shares)
             except SampleDoesNotFit as error:
-                saved = self._save_before_the_end(model)
+                saved = self.save_before_the_end(model)
                 raise SampleDoesNotFit(f"{error} {saved}") from None
+            # As plain ms-swift leaves it behind: some losses of evaluation are divided by it.
+            t.current_gradient_accumulation_steps = len(inputs.shares[-1][0].groups)
             inputs.update(counted)
             return loss
 
         t.get_train_dataloader = get_train_dataloader
         t.get_batch_samples = get_batch_samples
         t.training_step = training_step
+        SwiftEvaluation(self, EvaluationSplitter(lambda: runner.memory.free(), on_event)).install()
 
-    def _save_before_the_end(self, model: Any) -> str:
-        """Save the training as it was before the step that cannot be computed; says where, or why not."""
+    def save_before_the_end(self, model: Any) -> str:
+        """Save the training as it was before what cannot be computed; says where, or why not."""
         t = self.trainer
         if t.accelerator.num_processes > 1:
             return "No checkpoint is saved: the other ranks wait in the middle of their step."
@@ -498,6 +538,8 @@ class SwiftTrainer:
         model = t.template.get_base_model(t.accelerator.unwrap_model(t.model))
         layers = find_layers(model)
         chosen = [layer for layer in layers if layer.gradient_checkpointing]
+        if getattr(self.args, "torch_compile", False):
+            return LayerCheckpointing([])  # every change of the flags would compile the model anew
         could = getattr(model, "supports_gradient_checkpointing", False) and self._kind not in _COUPLED_TRAINERS
         if enable and could and not chosen:
             chosen = make_checkpointable(layers)
@@ -516,10 +558,9 @@ class SwiftTrainer:
 
 @dataclass(frozen=True, slots=True)
 class _Metrics:
-    """How far the training metrics had come at some moment."""
+    """How far the metrics had come at some moment."""
 
-    means: dict[str, tuple[float, int]]  #: sum and count of every running mean
-    lengths: dict[str, int]  #: values so far of every list
+    mark: MetricMark
     running: dict[str, Any] | None
 
 

@@ -43,6 +43,7 @@ class Telemetry:
     memory_device_fraction: (
         Array  #: the same plus what other processes hold (this one's allocator cache is not counted)
     )
+    memory_creep: Array  #: growth of the peak at equal micro-batches, fraction of capacity per 1000 micro-batches
     allocation_retries: Array  #: allocator retries (cache flushes under pressure) in the interval
     oom_count: Array  #: out-of-memory events in the interval
     power_w: Array  #: mean power draw, watts

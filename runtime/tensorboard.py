@@ -39,6 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "memory": (
         "memory_peak_fraction",
         "memory_device_fraction",
+        "memory_creep",
         "allocation_retries",
         "oom_count",
         "fit_tokens_uncheckpointed",

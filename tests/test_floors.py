@@ -13,7 +13,7 @@ from swiftcruise.runtime.versions import SUPPORTED
 ROOT = Path(__file__).parent.parent
 FLOORS = ("runtime", "envs", "baselines", "agents", "cli")
 #: The modules that patch ms-swift, and the shim that it imports.
-INSIDE_THE_TRAINING = {"hook", "swift_patch", "plugin_shim"}
+INSIDE_THE_TRAINING = {"hook", "swift_patch", "swift_evaluation", "plugin_shim"}
 
 
 def modules():

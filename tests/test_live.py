@@ -184,6 +184,22 @@ def test_an_out_of_memory_halves_the_budget_once_not_twice(tmp_path: Path):
     assert Proposing.seen[-1]["oom_count"] == 0
 
 
+def test_a_sample_that_fails_alone_is_not_the_budgets_fault(tmp_path: Path):
+    run = make_run(tmp_path, policy_options={"token_budget": 20})
+    begin(run)
+    train(run, 2)
+    run.swift.fail = lambda call, stage: _fail_once(run, stage)
+    train(run, 1)
+    assert Proposing.seen[-1]["oom_count"] == 1
+    assert run.runner.settings.token_budget == 20
+
+
+def _fail_once(run: LiveRun, stage: str) -> None:
+    alone = run.swift.metrics[-1] == 1
+    if stage == "forward" and alone and run.runner.settings.checkpoint_fraction != 1.0:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def test_a_configured_share_of_checkpointed_layers_holds_for_the_whole_run(tmp_path: Path):
     run = make_run(tmp_path, checkpoint=0.34)
     begin(run)

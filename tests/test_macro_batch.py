@@ -122,7 +122,7 @@ def test_each_failure_halves_what_failed_until_it_fits():
     plain, ours = twins()
     runner = make_runner(trainer, ours, Settings(token_budget=1000.0))
     said: list[int] = []
-    runner._on_oom = lambda line, details: said.append(details["tokens"])
+    runner._on_event = lambda kind, line, details: said.append(details["tokens"])
     trainer.fits = 20
     run_step(runner, ours)
     assert max(micro.tokens for micro in runner.last.micro) <= trainer.fits
@@ -196,3 +196,71 @@ def test_samples_that_a_stream_owes_are_normalised_by_their_own_count():
         plain_step(plain, trainer, share, ACCUMULATION)
     assert_close(ours.gradients(), plain.gradients())
     assert runner.last.samples == 13
+
+
+@pytest.mark.parametrize("loss", ["tokens", "mean", "nominal"])
+def test_a_sample_that_fits_in_no_way_is_left_out_if_asked_and_all_others_count_as_ever(loss: str):
+    trainer = SmallTrainer(loss)
+    plain, ours = twins()
+    said: list[tuple[str, Any]] = []
+    runner = make_runner(trainer, ours, Settings(token_budget=30.0))
+    runner.skip_oversized = True
+    runner._on_event = lambda kind, line, details: said.append((kind, details.get("indices")))
+    trainer.fits = 13  # of LENGTHS only the 14 is longer
+    macro = rows_of(LENGTHS, 2)
+    macro.indices = list(range(100, 110))
+    items = trainer.count_items(runner.prepare(macro))
+    runner.run(ours, [(macro, items)])
+    assert [indices for kind, indices in said if kind == "skipped"] == [[102]]
+    assert (runner.last.skipped, runner.last.samples) == (1, len(LENGTHS) - 1)
+    assert 14 not in runner.last.lengths
+    whole = rows_of(LENGTHS, 2)
+    for group in whole.groups:
+        ids = trainer.collate([whole.rows[i] for i in group])["input_ids"]
+        mask = torch.tensor([[i != 2] for i in group])
+        values = plain(ids)
+        losses = (values.square() + values) * (ids != 0) * mask
+        if loss == "tokens":
+            (losses.sum() / sum(LENGTHS)).backward()
+        else:
+            divisor = ACCUMULATION if loss == "nominal" else len(whole.groups)
+            ((losses.sum(1) / (ids != 0).sum(1)).mean() / divisor).backward()
+    assert_close(ours.gradients(), plain.gradients())
+
+
+def test_a_step_whose_every_sample_is_left_out_has_a_loss_of_zero_and_no_gradients():
+    trainer = SmallTrainer()
+    _, ours = twins()
+    runner = make_runner(trainer, ours)
+    runner.skip_oversized = True
+    trainer.fits = 0
+    assert run_step(runner, ours, [4, 7], 1).item() == 0.0
+    assert all(p.grad is None for p in ours.parameters())
+    assert (runner.last.skipped, runner.last.samples, trainer.steps_ended) == (2, 0, 1)
+
+
+def test_ranks_that_must_run_equally_many_micro_batches_add_dummies_that_count_for_nothing():
+    trainer = SmallTrainer("mean")
+    plain, ours = twins()
+    trainer.agreed_micro_batches = lambda count: count + 3  # type: ignore[method-assign]
+    total = run_step(make_runner(trainer, ours, Settings(token_budget=25.0)), ours)
+    assert trainer.calls == len(trainer.weights) + 3
+    assert_close([total], [plain_step(plain, SmallTrainer("mean"), rows_of(LENGTHS, 3), ACCUMULATION)])
+    assert_close(ours.gradients(), plain.gradients())
+
+
+def test_a_host_without_memory_for_collating_is_freed_and_asked_again():
+    trainer = SmallTrainer()
+    _, ours = twins()
+    runner = make_runner(trainer, ours)
+    collate, failures = trainer.collate, [MemoryError(), RuntimeError("can't allocate memory")]
+
+    def short_of_memory(rows: list[Any]) -> Any:
+        if failures:
+            raise failures.pop()
+        return collate(rows)
+
+    trainer.collate = short_of_memory  # type: ignore[method-assign]
+    run_step(runner, ours)
+    assert not failures
+    assert runner.last.samples == len(LENGTHS)

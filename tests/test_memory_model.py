@@ -173,7 +173,17 @@ def test_creep_is_told_apart_from_longer_sequences(per_observation):
         tokens, quadratic = micro_batches(rng, 16, 4096 + 100 * step)
         drift = per_observation * (16 * step + np.arange(16))
         model.observe(tokens, quadratic, 1.0, peak(tokens, quadratic, 1.0) + drift + rng.normal(0, 0.003, 16))
-    assert model.creep_per_1000_observations == pytest.approx(1000 * per_observation, abs=0.005)
+    creep, error = model.creep()
+    assert creep == pytest.approx(1000 * per_observation, abs=0.005)
+    assert (creep[0] > 4 * error[0]) == (per_observation > 0)
+
+
+def test_a_failure_beside_a_neighbour_teaches_no_more_than_it_shows():
+    alone, beside = trained()[0], trained()[0]
+    alone.observe_oom(600.0, 0.0, 0.0)
+    beside.observe_oom(600.0, 0.0, 0.0, available=0.5)
+    assert alone.mean(600.0, 0.0, 0.0) < beside.upper(600.0, 0.0, 0.0) >= 0.5
+    assert beside.fit_tokens(500.0, 0.0, 0.9) > 1.5 * alone.fit_tokens(500.0, 0.0, 0.9)
 
 
 def test_measurements_that_failed_are_skipped():
@@ -211,7 +221,7 @@ def test_a_resumed_model_predicts_the_same():
     resumed.load_state_dict(json.loads(json.dumps(model.state_dict())))
     tokens, quadratic = micro_batches(rng, 50)
     assert (resumed.upper(tokens, quadratic, 0.3) == model.upper(tokens, quadratic, 0.3)).all()
-    assert resumed.creep_per_1000_observations == model.creep_per_1000_observations
+    assert resumed.creep() == model.creep()
 
 
 def test_bad_values_are_refused_by_name():

@@ -143,3 +143,33 @@ def test_a_meter_that_fails_costs_the_training_nothing(when: str, caplog: pytest
         pass
     assert watch.choose_checkpointing([micro(4000)], Settings()) == [0.0]
     assert len(caplog.records) == 1
+
+
+def test_a_neighbour_is_made_room_for_at_the_very_next_macro_batch():
+    meter, others = Meter(), [0.0]
+    control = layers_of(Model(layers=4))
+    watch = MemoryWatch(PeakMemoryModel(1), meter, CAPACITY, control, 0.9, others=lambda: others[0])
+    for _ in range(20):
+        watch.record([run_one(watch, meter, tokens, fraction) for tokens in (200, 400) for fraction in (0.0, 1.0)])
+    free = watch.token_ceilings([10], Settings()), watch.choose_checkpointing([micro(1000)], Settings())
+    others[0] = 0.5
+    crowded = watch.token_ceilings([10], Settings()), watch.choose_checkpointing([micro(1000)], Settings())
+    assert crowded[0] < 0.5 * free[0]  # (0.9 - 0.5 - 0.1) / (0.9 - 0.1) of the room is left
+    assert crowded[1] > free[1]
+    others[0] = 0.0
+    assert watch.token_ceilings([10], Settings()) == free[0]
+
+
+def test_micro_batches_that_fit_unmeasured_let_the_caution_after_an_out_of_memory_fade_as_well():
+    meter = Meter()
+    watch = watch_of(meter)
+    for _ in range(20):
+        watch.record([run_one(watch, meter, 200, 1.0)])
+    before = watch.model.fit_tokens(100.0, 1.0, 0.9)
+    watch.record_oom(micro(200), 1.0)
+    cautious = watch.model.fit_tokens(100.0, 1.0, 0.9)
+    unmeasured = [MicroResult(200, 0.0, 1, 200, 0.1, 1.0, math.nan)] * 15
+    for _ in range(400):
+        watch.record([run_one(watch, meter, 200, 1.0), *unmeasured])
+    assert cautious < 0.5 * before
+    assert watch.model.fit_tokens(100.0, 1.0, 0.9) > 0.8 * before

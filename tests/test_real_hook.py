@@ -83,6 +83,14 @@ def test_a_sample_that_fits_in_no_way_is_named_and_the_training_so_far_is_saved(
     resumed = lab.train("sft", *SGD, "--resume_from_checkpoint", saved[2], cruise=UNCHANGED)
     assert resumed.difference(plain) <= 1e-6
 
+    skipping = {"policy": "static", "memory_limit_gib": just_too_little, "skip_oversized": True}
+    run = lab.train("sft", *SGD, cruise=skipping)
+    events = read_trace(run.directory / "trace.jsonl").events
+    left_out = [event["indices"] for event in events if event["event"] == "skipped"]
+    assert left_out[0] == [int(named[1])]
+    assert run.summary["samples"] == Lab.COUNT - len(left_out) == Lab.COUNT - run.summary["skipped"]
+    assert run.state["global_step"] == plain.state["global_step"]
+
 
 def test_the_log_is_beside_ms_swifts_own_in_tensorboard(lab: Lab):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -115,7 +115,7 @@ def test_preference_metrics_stay_on_their_rank_within_a_micro_batch(name: str, g
         return accelerator.gather_for_metrics(torch.ones(()))
 
     swift._original["training_step"] = training_step
-    swift.forward_backward(torch.nn.Linear(1, 1), {}, None, divisors=(1.0, 1.0), last=True)
+    swift.forward_backward(torch.nn.Linear(1, 1), {}, None, divisors=(1.0, 1.0), last=True, spare_bytes=0.0)
     assert accelerator.gathered == gathers
     accelerator.gather_for_metrics(1)
     assert accelerator.gathered == gathers + 1
@@ -245,9 +245,14 @@ def test_the_end_of_a_training_is_noticed_however_it_comes():
         raise KeyboardInterrupt
 
     for train in (lambda: "done", interrupted):
-        swift = swift_of(
-            "Seq2SeqTrainer", train=train, get_train_dataloader=None, get_batch_samples=None, training_step=None
+        methods = (
+            "get_train_dataloader",
+            "get_batch_samples",
+            "training_step",
+            "get_eval_dataloader",
+            "prediction_step",
         )
+        swift = swift_of("Seq2SeqTrainer", train=train, **dict.fromkeys(methods))
         swift.install(SimpleNamespace(), lambda: None, on_exit=lambda: ended.append(True))  # type: ignore[arg-type]
         with contextlib.suppress(KeyboardInterrupt):
             assert swift.trainer.train() == "done"

@@ -71,6 +71,10 @@ class CudaMemory:
         """Memory held by the allocator now."""
         return self._cuda.memory_reserved(self._device)
 
+    def room_bytes(self) -> int:
+        """Memory that this process has in its allocator, or could have now."""
+        return self._cuda.mem_get_info(self._device)[0] + self.reserved_bytes()
+
     def take_retries(self) -> int:
         """How often since the last call the allocator had to flush its cache to find memory."""
         before, self._retries = self._retries, self._total_retries()

@@ -134,6 +134,29 @@ class LiveSensors:
                 self._failed.add(name)
         return values
 
+    def others_memory_now(self) -> float:
+        """Fraction of capacity out of this process's reach: what others hold, and what its CUDA context takes.
+
+        By NVML's latest sample and by the device itself, whichever says more; 0 where neither does.
+        """
+        try:
+            others = math.nan if self.nvml is None else self._others_memory(self.nvml.peek())
+            room = 1.0 if self._cuda is None else self.room_now()
+        except Exception:  # `readings` says what is wrong with it
+            return 0.0
+        return max(0.0 if math.isnan(others) else others, 1.0 - room)
+
+    def room_now(self) -> float:
+        """Fraction of capacity within this process's reach; 1 where that is not known."""
+        if self._cuda is not None:
+            return min(1.0, self._cuda.room_bytes() / self.capacity_bytes)
+        limit = self.meter.limit_bytes
+        return 1.0 if limit is None else max(0.0, limit - self.meter.reserved_by_others) / limit
+
+    def _others_memory(self, reading: DeviceReading) -> float:
+        room = math.nan if self._cuda is None else float(self._cuda.room_bytes())
+        return others_memory_fraction(reading, room, self.capacity_bytes)
+
     def optimizer_state_exists(self) -> None:
         """Tell that the optimizer has made its state: from now on the allocator counts it."""
         if isinstance(self.meter, CudaMeter):
@@ -154,10 +177,9 @@ class LiveSensors:
         if self.nvml is None:
             return {}
         reading = self.nvml.take()
-        reserved = math.nan if self._cuda is None else float(self._cuda.reserved_bytes())
         return {
             "gpu_utilization": reading.gpu_utilization,
-            "others_memory_fraction": others_memory_fraction(reading, reserved, self.capacity_bytes),
+            "others_memory_fraction": self._others_memory(reading),
             "power_w": reading.power_w,
             "energy_j": reading.energy_j,
             "temperature_c": reading.temperature_c,
@@ -167,19 +189,18 @@ class LiveSensors:
         }
 
 
-def others_memory_fraction(reading: DeviceReading, reserved_bytes: float, capacity_bytes: float) -> float:
+def others_memory_fraction(reading: DeviceReading, room_bytes: float, capacity_bytes: float) -> float:
     """What other processes take of this one's capacity; NaN where that is not known.
 
     Args:
-        reading: NVML's reading. Where it does not see this process (in a container), torch's own count stands in, with
-            an allowance for the CUDA context.
-        reserved_bytes: What torch's allocator holds.
+        reading: NVML's reading. Where it does not see this process (in a container), what is out of reach now stands
+            in, with an allowance for this process's own CUDA context.
+        room_bytes: Memory that torch's allocator holds or could have now.
         capacity_bytes: What this process may use. What the device has beyond it is room that others may have.
     """
-    own = reading.process_memory_bytes
-    if not own > 0:
-        own = reserved_bytes + _CONTEXT_BYTES
-    others = reading.device_memory_bytes - own
+    others = reading.others_memory_bytes
+    if math.isnan(others):
+        others = reading.memory_capacity_bytes - room_bytes - _CONTEXT_BYTES
     beyond = max(0.0, reading.memory_capacity_bytes - capacity_bytes)
     return math.nan if math.isnan(others) else max(0.0, others - beyond) / capacity_bytes
 

@@ -26,6 +26,7 @@ class DeviceReading:
     gpu_utilization: float = math.nan  #: mean, 0..1
     process_memory_bytes: float = math.nan  #: highest device memory of this process
     device_memory_bytes: float = math.nan  #: highest device memory of all processes
+    others_memory_bytes: float = math.nan  #: highest device memory of all other processes; NaN if this one is not seen
     memory_capacity_bytes: float = math.nan  #: device memory that processes can have
     power_w: float = math.nan  #: mean, watts
     energy_j: float = math.nan  #: joules since the reading before (or since the first sample)
@@ -118,20 +119,15 @@ class NvmlSampler:
                 self._energy_j = math.nan
                 return DeviceReading()
             energy_j = self._energy_since_last(samples)
-        seen = samples or [latest]
-        return DeviceReading(
-            gpu_utilization=_mean([s.utilization for s in seen]),
-            process_memory_bytes=_highest([s.process_memory_bytes for s in seen]),
-            device_memory_bytes=_highest([s.device_memory_bytes for s in seen]),
-            memory_capacity_bytes=_highest([s.memory_capacity_bytes for s in seen]),
-            power_w=_mean([s.power_w for s in seen]),
-            energy_j=energy_j,
-            temperature_c=_highest([s.temperature_c for s in seen]),
-            clock_fraction=_mean([s.clock_fraction for s in seen]),
-            throttled=_mean([s.throttled for s in seen]),
-            neighbours=_highest([s.neighbours for s in seen]),
-            power_limit_w=latest.power_limit_w,
-        )
+        return _reading(samples or [latest], energy_j)
+
+    def peek(self) -> DeviceReading:
+        """The latest sample by itself, without its energy; `take` is not affected. All NaN where `take` would be."""
+        with self._lock:
+            latest = self._latest
+            if latest is None or self.device.lost or self._is_stale():
+                return DeviceReading()
+        return _reading([latest], math.nan)
 
     def power_limit_range(self) -> tuple[float, float] | None:
         """See `NvmlDevice.power_limit_range`; None while the driver hangs."""
@@ -201,6 +197,27 @@ def nvml_unavailable_reason(local_ordinal: int = 0) -> str | None:
     except NvmlUnavailableError as reason:
         return str(reason)
     return None
+
+
+def _reading(samples: Sequence[DeviceSample], energy_j: float) -> DeviceReading:
+    """What some samples (at least one) say together."""
+    return DeviceReading(
+        gpu_utilization=_mean([s.utilization for s in samples]),
+        process_memory_bytes=_highest([s.process_memory_bytes for s in samples]),
+        device_memory_bytes=_highest([s.device_memory_bytes for s in samples]),
+        # Sample by sample: this process may give back what a neighbour takes.
+        others_memory_bytes=_highest(
+            [s.device_memory_bytes - s.process_memory_bytes for s in samples if s.process_memory_bytes > 0]
+        ),
+        memory_capacity_bytes=_highest([s.memory_capacity_bytes for s in samples]),
+        power_w=_mean([s.power_w for s in samples]),
+        energy_j=energy_j,
+        temperature_c=_highest([s.temperature_c for s in samples]),
+        clock_fraction=_mean([s.clock_fraction for s in samples]),
+        throttled=_mean([s.throttled for s in samples]),
+        neighbours=_highest([s.neighbours for s in samples]),
+        power_limit_w=samples[-1].power_limit_w,
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
