@@ -96,6 +96,7 @@ class PeakMemoryModel:
     def reset(self, n: int) -> None:
         """Forget everything and prepare for `n` plants."""
         self._gram = np.zeros((n, _COLUMNS, _COLUMNS))
+        self._failures = np.zeros((n, _COLUMNS, _COLUMNS))  # the part of it that failures, not measurements, have made
         self._scale = np.zeros((n, 2))  # of tokens and of the quadratic term; 0 = none seen yet
         self._seen = np.zeros(n)
         self._time = np.zeros(n)  # micro-batches, the unmeasured ones included
@@ -105,7 +106,8 @@ class PeakMemoryModel:
 
     def forget(self, plants: NDArray[np.bool_]) -> None:
         """Forget some plants, given as a mask of shape ``(n,)``; their static memory is unknown again."""
-        self._gram[plants] = self._scale[plants] = self._seen[plants] = self._time[plants] = 0.0
+        self._gram[plants] = self._failures[plants] = 0.0
+        self._scale[plants] = self._seen[plants] = self._time[plants] = 0.0
         self._static[plants] = np.nan
         self._inflation[plants] = 1.0
         self._fit = None
@@ -141,6 +143,17 @@ class PeakMemoryModel:
         self, tokens: ArrayLike, quadratic: ArrayLike, checkpoint_fraction: ArrayLike, peak_fraction: ArrayLike
     ) -> None:
         """Learn from finished micro-batches; one with a value that is not finite, or no peak, is skipped."""
+        self._observe(tokens, quadratic, checkpoint_fraction, peak_fraction, failed=False)
+
+    def _observe(
+        self,
+        tokens: ArrayLike,
+        quadratic: ArrayLike,
+        checkpoint_fraction: ArrayLike,
+        peak_fraction: ArrayLike,
+        *,
+        failed: bool,
+    ) -> None:
         _, (tokens, quadratic, checkpointed, peak) = self._rows(tokens, quadratic, checkpoint_fraction, peak_fraction)
         valid = np.isfinite(tokens + quadratic + checkpointed + peak) & (peak > 0) & (tokens > 0)
         if not valid.all():
@@ -160,8 +173,12 @@ class PeakMemoryModel:
         block[..., _PEAK] = peak
         block[~valid] = 0.0
         count = valid.sum(axis=1)
-        self._gram *= (self._forgetting**count)[:, None, None]
-        self._gram += block.swapaxes(1, 2) @ block
+        for gram in (self._gram, self._failures):
+            gram *= (self._forgetting**count)[:, None, None]
+        product = block.swapaxes(1, 2) @ block
+        self._gram += product
+        if failed:
+            self._failures += product
         self._seen += count
         self.passed(count)
 
@@ -190,7 +207,7 @@ class PeakMemoryModel:
         """
         _, rows = self._rows(tokens, quadratic, checkpoint_fraction)
         expected = self.mean(tokens, quadratic, checkpoint_fraction)
-        self.observe(tokens, quadratic, checkpoint_fraction, np.fmax(expected, available))
+        self._observe(tokens, quadratic, checkpoint_fraction, np.fmax(expected, available), failed=True)
         static, rest = self._static_and_rest(*rows)
         needed = np.where(np.isfinite(rest), (np.asarray(available) - static) / rest, 0.0)
         self._inflation = np.maximum(self._inflation, needed.max(axis=1))
@@ -267,7 +284,8 @@ class PeakMemoryModel:
         # Time is counted from now, which keeps the system well conditioned in a long run.
         shift = np.broadcast_to(np.eye(_COLUMNS), self._gram.shape).copy()
         shift[:, _STATIC, _TIME] = -self._time / 1000.0
-        gram = shift.swapaxes(1, 2) @ self._gram @ shift
+        measured = self._gram - self._failures  # the peak at a failure is a guess, and no sign of growth
+        gram = shift.swapaxes(1, 2) @ measured @ shift
         precision = gram[:, :_PEAK, :_PEAK].copy()
         precision[:, :_FEATURES, :_FEATURES] += self._prior(np.full(self.n, np.nan))[0]
         precision[:, _TIME, _TIME] += (_ASSUMED_NOISE / _CREEP_STD) ** 2
@@ -275,7 +293,7 @@ class PeakMemoryModel:
         creep = (inverse @ gram[:, :_PEAK, _PEAK:])[:, _TIME, 0]
         # The fit's noise includes what time explains, so the error is rather too large than too small.
         error = np.sqrt(self._solved().noise * inverse[:, _TIME, _TIME])
-        known = self._gram[:, _STATIC, _STATIC] >= _CREEP_NEEDS
+        known = measured[:, _STATIC, _STATIC] >= _CREEP_NEEDS
         return np.where(known, creep, np.nan), np.where(known, error, np.nan)
 
     def rescale(self, factor: float) -> None:
@@ -284,8 +302,9 @@ class PeakMemoryModel:
         Args:
             factor: Capacity then / capacity now.
         """
-        self._gram[:, _PEAK, :] *= factor
-        self._gram[:, :, _PEAK] *= factor
+        for gram in (self._gram, self._failures):
+            gram[:, _PEAK, :] *= factor
+            gram[:, :, _PEAK] *= factor
         self._static *= factor
         self._fit = None
 
@@ -295,6 +314,7 @@ class PeakMemoryModel:
         """All that was learned, as lists of numbers."""
         return {
             "gram": self._gram.tolist(),
+            "failures": self._failures.tolist(),
             "scale": self._scale.tolist(),
             "seen": self._seen.tolist(),
             "time": self._time.tolist(),
@@ -312,6 +332,7 @@ class PeakMemoryModel:
         if gram.shape != self._gram.shape:
             raise ConfigError(f"memory model state has shape {gram.shape}, not {self._gram.shape}: reset(n) first")
         self._gram = gram
+        self._failures = np.array(state["failures"], dtype=np.float64)
         self._scale = np.array(state["scale"], dtype=np.float64)
         self._seen = np.array(state["seen"], dtype=np.float64)
         self._time = np.array(state["time"], dtype=np.float64)

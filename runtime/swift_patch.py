@@ -386,6 +386,8 @@ class SwiftTrainer:
             try:
                 loss = runner.run(model, inputs.shares)
             except SampleDoesNotFit as error:
+                # Said before it is saved: where the host itself has no memory left, saving may end the process.
+                on_event("does_not_fit", f"{error} A checkpoint is saved before the training ends.", {})
                 saved = self.save_before_the_end(model)
                 raise SampleDoesNotFit(f"{error} {saved}") from None
             # As plain ms-swift leaves it behind: some losses of evaluation are divided by it.

@@ -178,6 +178,17 @@ def test_creep_is_told_apart_from_longer_sequences(per_observation):
     assert (creep[0] > 4 * error[0]) == (per_observation > 0)
 
 
+def test_a_failure_is_no_creep():
+    model, rng = trained()
+    for _ in range(20):
+        tokens, quadratic = micro_batches(rng, 16)
+        model.observe(tokens, quadratic, 1.0, peak(tokens, quadratic, 1.0) + rng.normal(0, 0.001, 16))
+        model.observe_oom(20000.0, 0.0, 0.0)
+    creep, error = model.creep()
+    assert abs(creep[0]) < 0.005
+    assert np.isfinite(error[0])
+
+
 def test_a_failure_beside_a_neighbour_teaches_no_more_than_it_shows():
     alone, beside = trained()[0], trained()[0]
     alone.observe_oom(600.0, 0.0, 0.0)
