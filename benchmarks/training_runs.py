@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ class Arm:
 
 @dataclass
 class Result:
-    """What a run left behind."""
+    """What a run left behind; a run that failed has no times and no loss (NaN)."""
 
     directory: Path
     train_runtime_s: float  #: as transformers reports it: the training loop, start-up excluded
     final_loss: float  #: mean training loss of the run
     log: list[dict[str, Any]] = field(default_factory=list)
+    error: str = ""  #: the end of what a failed run said
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -45,18 +47,40 @@ class Result:
         return load_file(next(checkpoints[-1].glob("*model.safetensors")))
 
 
-def train(arm: Arm, arguments: Sequence[str], directory: Path) -> Result:
-    """Run `swift sft` with `arguments` and the arm's own, in a process of its own; raises if it fails."""
+def train(
+    arm: Arm,
+    arguments: Sequence[str],
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    may_fail: bool = False,
+) -> Result:
+    """Run `swift sft` with `arguments` and the arm's own, in a process of its own.
+
+    Args:
+        arm: What to run.
+        arguments: Of `swift sft`, for all arms.
+        directory: Where the run's files go.
+        environment: Variables for it beside this process's own.
+        may_fail: Return what a failed run left behind instead of raising.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
     tools = Path(sys.executable).parent
     command = [str(tools / "swift"), "sft", *arguments, *arm.arguments]
     command += ["--output_dir", str(directory), "--add_version", "false"]
     if arm.cruise is not None:
         command = [str(tools / "swiftcruise"), "run", *arm.cruise, "--", *command]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    variables |= dict(environment or {})
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    log_file = directory / "logging.jsonl"
+    lines = log_file.read_text(encoding="utf-8").splitlines() if log_file.exists() else []
+    log = [json.loads(line) for line in lines]
     if done.returncode:
+        if may_fail:
+            return Result(directory, math.nan, math.nan, log, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
         raise RuntimeError(f"{arm.name}: {' '.join(command)} failed\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}")
-    log = [json.loads(line) for line in (directory / "logging.jsonl").read_text(encoding="utf-8").splitlines()]
     totals = next(entry for entry in reversed(log) if "train_runtime" in entry)
     return Result(directory, totals["train_runtime"], totals["train_loss"], log)
 
