@@ -61,11 +61,9 @@ class CruisePolicy(ArrayState):
     _state = (
         "_started",
         "_ceiling",
-        "_recovery",
         "_asked",
         "_proposal",
         "_limited",
-        "_failed",
         "_waited",
         "_worker_age",
         "_workers_help",
@@ -110,11 +108,9 @@ class CruisePolicy(ArrayState):
         self._memory.reset(n)
         self._started: Array = np.zeros(n)  # 1 once an interval was measured
         self._ceiling: Array = np.full(n, np.inf)  # log2 budget, after an out-of-memory error or a refusal
-        self._recovery: Array = np.full(n, _CEILING_RECOVERY)
         self._asked: Array = np.full(n, np.nan)  # log2 budget proposed for this interval
         self._proposal: Array = np.full(n, np.nan)  # what the climber wants
         self._limited: Array = np.zeros(n)  # 1 where memory or a ceiling has the last word
-        self._failed: Array = np.zeros(n)  # 1 where the last interval ran out of memory
         self._waited: Array = np.full(n, np.nan)  # data wait when the last worker was added
         self._worker_age: Array = np.zeros(n)
         self._workers_help: Array = np.ones(n)
@@ -238,13 +234,13 @@ class CruisePolicy(ArrayState):
         return np.where(np.isnan(self._memory.error), np.inf, limit)
 
     def _ceiling_octave(self, octave: Array, oom: Mask) -> Array:
-        """Log2 budget above which the training failed, or the guard refused to go, not long ago."""
+        """Log2 budget above which the training failed, or the guard refused to go, not long ago.
+
+        It rises steadily: what has failed more than once, the guard remembers and tries again ever more rarely.
+        """
         refused = self._asked > octave + 0.2
         at = np.where(oom, octave - 1.0, np.where(refused, octave + 0.1, np.inf))
-        self._ceiling = np.fmin(np.where(oom, self._ceiling, self._ceiling + self._recovery), at)
-        # A failure that follows another at once is the same one: the budget was still too high by more than a half.
-        self._recovery = np.where(oom & (self._failed == 0), self._recovery / 2, self._recovery)
-        self._failed = oom.astype(np.float64)
+        self._ceiling = np.fmin(np.where(oom, self._ceiling, self._ceiling + _CEILING_RECOVERY), at)
         return self._ceiling
 
     def _workers(self, telemetry: Telemetry) -> Array:

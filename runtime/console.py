@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import sys
@@ -148,18 +150,45 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
-def say(line: str | None) -> None:
+def say(line: str | None, *, every_rank: bool = False) -> None:
     """Print a line on rank 0, above any progress bar; nothing for None.
 
-    Standard error is used, so that a pipe reading the training's output is left alone.
+    Standard error is used, so that a pipe reading the training's output is left alone. One that cannot be written
+    costs the line.
+
+    Args:
+        line: The line.
+        every_rank: Print it on the others as well, with the rank in front.
     """
-    if line is None or os.environ.get("RANK", "0") not in ("0", "-1"):
+    rank = os.environ.get("RANK", "0")
+    first = rank in ("0", "-1")
+    if line is None or not (first or every_rank):
         return
+    text = line if first else f"[rank {rank}] {line}"
     tqdm = sys.modules.get("tqdm")  # a bar can be on screen only if somebody imported it
-    if tqdm is not None:
-        tqdm.tqdm.write(line, file=sys.stderr)
-    else:
-        print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        if tqdm is not None:
+            tqdm.tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes log records as `say` does, on every rank: above any progress bar, not at the end of it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        try:
+            say(self.format(record), every_rank=True)
+        except Exception:  # as every handler: logging never ends a program
+            self.handleError(record)
+
+
+def show_warnings() -> None:
+    """Let warnings of swiftcruise appear above progress bars, unless the program handles log records itself."""
+    log = logging.getLogger("swiftcruise")
+    if not log.hasHandlers():
+        log.addHandler(ConsoleHandler())
 
 
 def _rows(summary: RunSummary) -> list[tuple[str, str]]:

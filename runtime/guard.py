@@ -26,7 +26,10 @@ _CHECKPOINT_FRACTION = CONTROL_FIELDS.index("checkpoint_fraction")
 _OOM_CUTS = {"token_budget": 0.5, "micro_batch_cap": 0.5, "memory_target": 0.9}
 _OOM_ROWS = [CONTROL_FIELDS.index(name) for name in _OOM_CUTS]
 _OOM_FACTORS = np.array(list(_OOM_CUTS.values()))[:, None]
-_JUST_BELOW = 0.95  # how close to a failing setting the ceiling may rise
+_JUST_BELOW = 0.95  # how close to a failing setting the ceiling rises at once
+_CAUTION, _MOST_CAUTION = 4.0, 16.0  # a setting that fails again is tried so many times later, and at most
+_SAME = 0.75  # share of what failed before, below which a failure is another one
+_NEIGHBOUR_LEFT = 0.05  # fraction of capacity that others give back
 
 #: The guard's state arrays (without the underscore), all with the plants on the last axis, and their initial values.
 _STATE = {
@@ -37,6 +40,8 @@ _STATE = {
     "restore": np.nan,
     "ceiling": np.inf,
     "failing": np.inf,
+    "caution": 1.0,
+    "others": np.nan,
     "fraction": np.nan,
     "next_restore": np.nan,
     "next_fraction": np.nan,
@@ -89,7 +94,9 @@ class SafetyGuard:
     8. *out of memory*: after an OOM, the token budget and micro-batch cap in force are halved and the memory target
        lowered by a tenth. The ceiling left there rises by `ceiling_recovery` each interval without an OOM to just
        below (95 %) what failed, and from there on by `ceiling_relaxation` only, so that the failing setting is tried
-       again rarely instead of every few intervals. A repeated OOM starts over from the lower setting.
+       again rarely instead of every few intervals: each time that it fails again, four times as many intervals later
+       (16 times at most; a failure well below it starts anew). Once it has carried an interval, the ceiling goes on
+       rising by `ceiling_recovery`; a neighbour that is seen to leave the device takes the ceiling with it.
 
     Rules 7 and 8 only ever lower a control, and rate limit, dwell and hysteresis do not hold them up. When they let go,
     a control that the policy leaves unset returns to where it was.
@@ -168,6 +175,8 @@ class SafetyGuard:
         self._restore = np.empty((controls, n))  # where rules 7 and 8 took a control from
         self._ceiling = np.empty((ceilings, n))
         self._failing = np.empty((ceilings, n))  # the settings that ran out of memory
+        self._caution = np.empty(n)  # by how much more slowly they are tried again
+        self._others = np.empty(n)  # what other processes held then, fraction of capacity
         self._fraction = np.empty(n)  # checkpoint_fraction as set: telemetry only has its measured mean
         # What `apply` leaves behind counts from the next interval on, so that applying twice changes nothing.
         self._next_restore = np.empty((controls, n))
@@ -282,20 +291,40 @@ class SafetyGuard:
         self._in_force = in_force
 
         failed = fresh & (telemetry.oom_count > 0)
-        failing = self._failing * self._relaxation
-        ceiling = np.minimum(self._ceiling * self._recovery, _JUST_BELOW * failing)
-        spent = ceiling >= self._high[_OOM_ROWS]
-        failing[spent] = ceiling[spent] = np.inf
-        if failed.any():
-            was = in_force[_OOM_ROWS]
-            failing = np.where(failed, np.fmin(self._failing, was), failing)
-            ceiling = np.where(failed, np.fmin(self._ceiling, was * _OOM_FACTORS), ceiling)
-        self._failing = np.where(fresh, failing, self._failing)
-        self._ceiling = np.where(fresh, ceiling, self._ceiling)
-
+        self._move_ceilings(in_force[_OOM_ROWS], telemetry, fresh, failed)
         if self._learn and self._model is not None:
             self._teach(self._model, telemetry, fresh, failed)
         self._upcoming_max = np.where(fresh, telemetry.upcoming_max, self._upcoming_max)
+
+    def _move_ceilings(self, was: Array, telemetry: Telemetry, fresh: Mask, failed: Mask) -> None:
+        """Rule 8's memory: lift the ceilings by one interval, or set them where an out-of-memory error says so."""
+        others = np.maximum(telemetry.memory_device_fraction - telemetry.memory_peak_fraction, 0.0)  # or NaN
+        left = self._others - others > _NEIGHBOUR_LEFT
+        carried = was.copy()
+        # A budget that no micro-batch has come near to has shown nothing.
+        carried[0] = np.fmin(was[0], telemetry.largest_micro_batch / _JUST_BELOW)
+        failing = np.where((carried >= self._failing) | left, np.inf, self._failing)
+        slow = self._ceiling >= 0.999 * _JUST_BELOW * failing
+        quickly = np.minimum(self._ceiling * self._recovery, _JUST_BELOW * failing)
+        ceiling = np.where(slow, self._ceiling * self._relaxation ** (1.0 / self._caution), quickly)
+        ceiling = np.where(left, np.inf, ceiling)
+        spent = ceiling >= self._high[_OOM_ROWS]
+        failing[spent] = ceiling[spent] = np.inf
+        caution = np.where(np.isinf(ceiling[:2]).all(axis=0), 1.0, self._caution)
+        if failed.any():
+            # The memory target, lowered by little, is back at once and tells nothing about a repetition.
+            slow = self._ceiling >= 0.999 * _JUST_BELOW * self._failing
+            again = (slow & np.isfinite(self._ceiling))[:2].any(axis=0)
+            more = np.where(again, np.fmin(self._caution * _CAUTION, _MOST_CAUTION), self._caution)
+            # Well below what failed before, something else has taken the memory: nothing is known of how long.
+            lower = (was < _SAME * self._failing)[:2].any(axis=0)
+            caution = np.where(failed, np.where(lower, 1.0, more), caution)
+            failing = np.where(failed, np.fmin(self._failing, was), failing)
+            ceiling = np.where(failed, np.fmin(self._ceiling, was * _OOM_FACTORS), ceiling)
+        self._others = np.where(failed, others, self._others)
+        self._caution = np.where(fresh, caution, self._caution)
+        self._failing = np.where(fresh, failing, self._failing)
+        self._ceiling = np.where(fresh, ceiling, self._ceiling)
 
     def _teach(self, model: PeakMemoryModel, telemetry: Telemetry, fresh: Mask, failed: Mask) -> None:
         """Feed the interval to the model as one micro-batch: as many of the longest samples as the budget allows."""

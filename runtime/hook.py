@@ -20,7 +20,7 @@ from typing import Any
 from swift.callbacks import TrainerCallback
 
 from .config import CruiseConfig, load_config
-from .console import say
+from .console import say, show_warnings
 from .errors import SwiftcruiseError, UnsupportedTraining
 from .live import LiveRun
 from .swift_patch import SwiftTrainer, refusals
@@ -46,6 +46,7 @@ class CruiseCallback(TrainerCallback):
     def __init__(self, args: Any, trainer: Any, config: CruiseConfig | None = None) -> None:
         super().__init__(args, trainer)
         check_versions()
+        show_warnings()
         self.config = load_config() if config is None else config
         reasons = refusals(args, trainer, self.config.skip_oversized)
         if reasons and not self.config.observe:
@@ -80,7 +81,7 @@ class CruiseCallback(TrainerCallback):
                 state.epoch = epoch
         if self._step_begin is not None:
             with self._harmless():
-                self.run.end_step(state.global_step, now - self._step_begin)
+                self.run.end_step(state.global_step, max(0.0, now - self._step_begin))  # clocks are set back
             self._step_begin = None
         self.run.hook_s += time.perf_counter() - now
 
@@ -131,9 +132,11 @@ def _read_state(path: Path) -> dict[str, Any] | None:
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
     try:
-        temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(state), encoding="utf-8")
         temporary.replace(path)
     except (OSError, TypeError, ValueError) as error:
         say(f"swiftcruise: the controller's state was not saved to {path}: {error}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()

@@ -306,7 +306,12 @@ class LiveRun:
             # The guard halves what was in force, and the runner has halved what failed: once is enough. Where a sample
             # failed that was alone already, the budget is not to blame.
             failed = self.runner.failed_tokens
-            during = in_force.replace(token_budget=2 * in_force.token_budget if failed is None else failed)
+            if failed is None:
+                during = in_force.replace(
+                    token_budget=2 * in_force.token_budget, micro_batch_cap=2 * in_force.micro_batch_cap
+                )
+            else:
+                during = in_force.replace(token_budget=failed)
         self.runner.failed_tokens = None
         telemetry = interval.telemetry(time.monotonic() - self._begin_s, during, readings, upcoming)
         decision = self.loop.decide(telemetry)
@@ -332,9 +337,9 @@ class LiveRun:
             self.board.interval(self.step, telemetry, now, diagnostics)
 
     def event(self, kind: str, line: str, details: Mapping[str, Any]) -> None:
-        """Tell user, trace and TensorBoard at once of something that happened in the step under way."""
+        """Tell user, trace and TensorBoard at once of something that happened in the step under way on this rank."""
         step = self.step + 1
-        say(f"swiftcruise step {step}: {line}")
+        say(f"swiftcruise step {step}: {line}", every_rank=True)
         if self.live and self.trace is not None:
             self.trace.event(kind, step=step, time_s=time.monotonic() - self._begin_s, **details)
         if self.live and self.board is not None:

@@ -39,7 +39,7 @@ class ControlLoop:
     still acts on them, so that a failing policy cannot keep a run near its memory limit. An impossible value on some
     plants only is replaced on those plants in the same way. NaN is no failure: it leaves a control as it is. After
     ``max_failures`` failures in a row the policy is not asked again. A failing guard leaves the last controls in
-    force. Each kind of failure is logged once, as a warning.
+    force. The first failure of the policy and that of the guard are logged, each once, as a warning.
 
     Args:
         policy: proposes controls.

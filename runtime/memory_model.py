@@ -23,6 +23,7 @@ _KNOWN_STATIC_STD, _UNKNOWN_STATIC_STD = 0.01, 0.3
 _TOKEN_STD, _QUADRATIC_STD = 1.0, 0.1  # the linear term explains memory first, the mask takes the rest
 _RATIO_STD = 0.1  # doubt about the assumed checkpoint ratio, fraction of capacity at the token scale
 _CREEP_STD = 0.1
+_MOST_DOUBT = 2.0  # factor that one failure puts on predictions
 _PIN = 1e9  # precision that holds a coefficient at zero
 _CREEP_NEEDS = 30  # observations
 
@@ -74,7 +75,7 @@ class PeakMemoryModel:
         checkpoint_ratio: float = 8.0,
         z: float = 2.5,
         margin: float = 0.03,
-        oom_recovery: float = 0.9995,
+        oom_recovery: float = 0.998,
     ) -> None:
         for name, value, low, high in (
             ("n", n, 1, np.inf),
@@ -202,15 +203,19 @@ class PeakMemoryModel:
 
         Counts as one observation of that peak where the model expected less, and raises the prediction for activations
         of every shape by the factor that puts this shape there. The factor fades with later observations
-        (`oom_recovery`), so the same shape does not fit until many others have fitted. Beside a neighbour less than the
-        whole capacity is available, and less is learnt from the failure.
+        (`oom_recovery`), so the same shape does not fit until many others have fitted.
+
+        One failure makes predictions at most `_MOST_DOUBT` times larger. Where the model is off by more, somebody else
+        has taken the memory, and may have given it back already; if not, the next failures say so again.
         """
         _, rows = self._rows(tokens, quadratic, checkpoint_fraction)
         expected = self.mean(tokens, quadratic, checkpoint_fraction)
-        self._observe(tokens, quadratic, checkpoint_fraction, np.fmax(expected, available), failed=True)
+        peak = np.fmin(available, _MOST_DOUBT * expected)  # `available` where nothing is expected yet
+        self._observe(tokens, quadratic, checkpoint_fraction, np.fmax(expected, peak), failed=True)
         static, rest = self._static_and_rest(*rows)
         needed = np.where(np.isfinite(rest), (np.asarray(available) - static) / rest, 0.0)
-        self._inflation = np.maximum(self._inflation, needed.max(axis=1))
+        needed = np.minimum(needed.max(axis=1), _MOST_DOUBT * self._inflation)
+        self._inflation = np.maximum(self._inflation, needed)
 
     # ------------------------------------------------------------------ predicting
 

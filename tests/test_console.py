@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -139,3 +141,36 @@ def test_a_line_under_a_progress_bar_stands_alone(capsys):
         bar.update(1)
         say("swiftcruise step 1")
     assert any(part.strip() == "swiftcruise step 1" for part in capsys.readouterr().err.replace("\r", "\n").split("\n"))
+
+
+def test_other_ranks_speak_only_where_they_must_and_say_who_they_are(monkeypatch, capfd):
+    monkeypatch.setenv("RANK", "3")
+    say("of rank 0 alone")
+    say("swiftcruise: out of memory", every_rank=True)
+    assert capfd.readouterr().err == "[rank 3] swiftcruise: out of memory\n"
+
+
+def test_a_terminal_that_is_gone_costs_the_line_and_nothing_else(monkeypatch):
+    class Gone:
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def flush(self) -> None:
+            raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    say("swiftcruise: out of memory")
+
+
+def test_warnings_stand_on_lines_of_their_own_above_a_progress_bar():
+    program = """
+import logging, sys, tqdm
+from swiftcruise.runtime.console import show_warnings
+show_warnings(); show_warnings()
+for _ in tqdm.tqdm(range(2), desc="Train", file=sys.stderr):
+    logging.getLogger("swiftcruise.runtime.trace").warning("swiftcruise: the disk is full")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == ""
+    lines = [line.rpartition("\r")[2] for line in done.stderr.split("\n")]
+    assert lines.count("swiftcruise: the disk is full") == 2

@@ -27,9 +27,7 @@ def test_growth_beyond_doubt_is_said_once_with_what_it_leads_to():
 
 
 @given(
-    st.lists(
-        st.tuples(st.floats(-1, 1) | st.just(float("nan")), st.floats(0, 1) | st.just(float("nan"))), max_size=20
-    )
+    st.lists(st.tuples(st.floats(-1, 1) | st.just(float("nan")), st.floats(0, 1) | st.just(float("nan"))), max_size=20)
 )
 def test_growth_that_is_slight_or_in_doubt_is_not_reported(intervals: list[tuple[float, float]]):
     alarm = CreepAlarm()

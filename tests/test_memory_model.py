@@ -192,9 +192,22 @@ def test_a_failure_is_no_creep():
 def test_a_failure_beside_a_neighbour_teaches_no_more_than_it_shows():
     alone, beside = trained()[0], trained()[0]
     alone.observe_oom(600.0, 0.0, 0.0)
-    beside.observe_oom(600.0, 0.0, 0.0, available=0.5)
-    assert alone.mean(600.0, 0.0, 0.0) < beside.upper(600.0, 0.0, 0.0) >= 0.5
-    assert beside.fit_tokens(500.0, 0.0, 0.9) > 1.5 * alone.fit_tokens(500.0, 0.0, 0.9)
+    beside.observe_oom(600.0, 0.0, 0.0, available=0.25)
+    assert 0.25 <= beside.upper(600.0, 0.0, 0.0) < alone.upper(600.0, 0.0, 0.0)
+    assert beside.fit_tokens(500.0, 0.0, 0.9) > 1.3 * alone.fit_tokens(500.0, 0.0, 0.9)
+
+
+@pytest.mark.parametrize("tokens", [60.0, 600.0, 3000.0])
+def test_a_failure_far_below_capacity_at_most_doubles_what_is_expected_and_the_next_one_says_more(tokens):
+    model = trained()[0]
+    before, fits = model.upper(tokens, 0.0, 1.0), model.fit_tokens(500.0, 1.0, 0.9)
+    model.observe_oom(tokens, 0.0, 1.0)
+    once = model.upper(tokens, 0.0, 1.0)
+    assert before < once
+    assert model.fit_tokens(500.0, 1.0, 0.9) > 0.3 * fits
+    for _ in range(20):
+        model.observe_oom(tokens, 0.0, 1.0)
+    assert model.upper(tokens, 0.0, 1.0) > max(once, 0.9)
 
 
 def test_measurements_that_failed_are_skipped():

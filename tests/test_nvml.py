@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
@@ -448,3 +449,33 @@ def test_a_usable_device_needs_no_reason(stub, caplog):
     assert nvml_unavailable_reason() is None
     assert stub.open_count() == 0
     assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_sampler_whose_thread_has_ended_says_so_once(stub, caplog):
+    stub.set(utilization=50)
+    sampler = NvmlSampler(NvmlDevice.open(), period_s=0.01)
+    with sampler:
+        sampler.device.read = lambda: sys.exit()  # type: ignore[method-assign]
+        assert sampler._thread is not None
+        sampler._thread.join(timeout=10)
+        for _ in range(3):
+            sampler.take()
+    assert [r.message for r in caplog.records if "thread has ended" in r.message] == [
+        "GPU sensor: its thread has ended, the GPU is not measured any more (said once)"
+    ]
+
+
+def test_a_driver_that_hangs_is_said_once_while_it_hangs(stub, caplog):
+    stub.set(utilization=50)
+    clock = Clock()
+    sampler = NvmlSampler(NvmlDevice.open(), period_s=1.0, clock=clock)
+    stub.block("nvmlDeviceGetUtilizationRates", 1.0)
+    sampler.start()
+    clock.now += 60.0
+    for _ in range(3):
+        sampler.take()
+    assert (
+        len([r for r in caplog.records if "does not answer, the GPU is not measured until it does" in r.message]) == 1
+    )
+    sampler.stop()

@@ -65,6 +65,7 @@ class NvmlSampler:
         self._energy_j = math.nan  # energy counter at the end of the reading before
         self._integral_j = 0.0  # integral of power, for GPUs without an energy counter
         self._stopping = threading.Event()
+        self._said_silent = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> NvmlSampler:
@@ -115,6 +116,7 @@ class NvmlSampler:
             samples = list(self._window)
             self._window.clear()
             latest = self._latest
+            self._say_if_silent()
             if latest is None or self.device.lost or self._is_stale():
                 self._energy_j = math.nan
                 return DeviceReading()
@@ -152,6 +154,17 @@ class NvmlSampler:
                     logger.warning("GPU sensor: a sample failed (said once)", exc_info=True)
                     said = True
             self._stopping.wait(self.period_s)
+
+    def _say_if_silent(self) -> None:
+        if self._thread is None or self._stopping.is_set() or self.device.lost or self._said_silent:
+            return
+        if not self._thread.is_alive():
+            logger.warning("GPU sensor: its thread has ended, the GPU is not measured any more (said once)")
+        elif self._is_stale():
+            logger.warning("GPU sensor: the driver does not answer, the GPU is not measured until it does (said once)")
+        else:
+            return
+        self._said_silent = True
 
     def _is_stale(self) -> bool:
         return self._clock() - self._latest_s > _STALE_PERIODS * self.period_s
