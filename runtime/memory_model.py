@@ -188,8 +188,9 @@ class PeakMemoryModel:
 
         `observe` tells it by itself; this is for micro-batches that were not measured.
         """
-        self._time += count
-        self._inflation = 1.0 + (self._inflation - 1.0) * self._oom_recovery ** np.asarray(count, dtype=np.float64)
+        passed = np.asarray(count, dtype=np.float64)
+        self._time += passed
+        self._inflation = 1.0 + (self._inflation - 1.0) * self._oom_recovery**passed
         self._fit = None
 
     def observe_oom(

@@ -230,12 +230,14 @@ class SwiftTrainer:
     def _accumulating(self, model: Any, last: bool, spare_bytes: float) -> contextlib.AbstractContextManager[None]:
         """Under DDP: hold back the averaging of gradients, or let it begin in the last backward pass if memory allows.
 
-        The averaging then has the process group for itself, so not where ranks gather anything in between.
+        The averaging then has the process group for itself, so not where ranks gather anything in between. On a CPU it
+        would take from the cores what it gains (`benchmarks/gradient_sync.py`).
         """
         sync = self._gradient_sync(model)
         if sync is None:
             return contextlib.nullcontext()
-        return sync.accumulating(last=last, overlap=spare_bytes >= sync.copy_bytes and not self.cannot_redo)
+        pays = self.args.device.type != "cpu" and not self.cannot_redo
+        return sync.accumulating(last=last, overlap=pays and spare_bytes >= sync.copy_bytes)
 
     def _gradient_sync(self, model: Any) -> GradientSync | None:
         ddp = _data_parallel(model)
