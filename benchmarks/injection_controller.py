@@ -141,7 +141,7 @@ class GpuSensorFault(Fault):
     """A healthy GPU sensor (the real bindings on a scripted driver) comes to the run and then breaks."""
 
     warns_each_time = True  # every sensor for itself: each injection brings a new one
-    PERIOD_S: ClassVar[float] = 0.01
+    PERIOD_S: ClassVar[float] = 0.05
     _library: ClassVar[Path | None] = None
     _installed: ClassVar[Any] = None  # what puts the stub behind the bindings, for as long as the process lives
 
@@ -219,6 +219,7 @@ class GpuSensorDies(GpuSensorFault):
     """The sampler's thread ends."""
 
     name = "gpu_sensor_dies"
+    warning = r"GPU sensor: its thread has ended"
 
     def break_it(self) -> None:
         def end() -> None:

@@ -462,7 +462,7 @@ def test_a_sampler_whose_thread_has_ended_says_so_once(stub, caplog):
         for _ in range(3):
             sampler.take()
     assert [r.message for r in caplog.records if "thread has ended" in r.message] == [
-        "GPU sensor: its thread has ended, the GPU is not measured any more (said once)"
+        "GPU sensor: its thread has ended: the GPU is not measured any more (said once)"
     ]
 
 
@@ -475,7 +475,5 @@ def test_a_driver_that_hangs_is_said_once_while_it_hangs(stub, caplog):
     clock.now += 60.0
     for _ in range(3):
         sampler.take()
-    assert (
-        len([r for r in caplog.records if "does not answer, the GPU is not measured until it does" in r.message]) == 1
-    )
     sampler.stop()
+    assert len([r for r in caplog.records if "the driver does not answer" in r.message]) == 1

@@ -16,6 +16,7 @@ from .nvml_device import DeviceSample, NvmlDevice, NvmlUnavailableError
 logger = logging.getLogger(__name__)
 
 _STALE_PERIODS = 5  # older than this, a sample says nothing about now
+_HANGS = "the driver does not answer: until it does, the GPU is not measured, nor is its power limit put back"
 _WINDOW_SAMPLES = 4096  # bounds the memory of a sampler that nobody reads
 
 
@@ -91,7 +92,7 @@ class NvmlSampler:
         if self._thread is not None:
             self._thread.join(timeout=1.0)
             if self._thread.is_alive():
-                logger.warning("GPU sensor: the driver does not answer; its power limit is left as it is")
+                self._say_silent(_HANGS)
                 atexit.unregister(self.device.restore)
                 return
         self.device.close()
@@ -145,25 +146,26 @@ class NvmlSampler:
             self.device.restore()
 
     def _run(self) -> None:
-        said = False
         while not self._stopping.is_set() and not self.device.lost:
             try:
                 self.poll()
             except Exception:  # whatever it is, the training must not notice
-                if not said:
+                if not self._said_silent:
                     logger.warning("GPU sensor: a sample failed (said once)", exc_info=True)
-                    said = True
+                self._said_silent = True
             self._stopping.wait(self.period_s)
 
     def _say_if_silent(self) -> None:
-        if self._thread is None or self._stopping.is_set() or self.device.lost or self._said_silent:
+        if self._thread is None or self._stopping.is_set() or self.device.lost:
             return
         if not self._thread.is_alive():
-            logger.warning("GPU sensor: its thread has ended, the GPU is not measured any more (said once)")
+            self._say_silent("its thread has ended: the GPU is not measured any more")
         elif self._is_stale():
-            logger.warning("GPU sensor: the driver does not answer, the GPU is not measured until it does (said once)")
-        else:
-            return
+            self._say_silent(_HANGS)
+
+    def _say_silent(self, why: str) -> None:
+        if not self._said_silent:
+            logger.warning("GPU sensor: %s (said once)", why)
         self._said_silent = True
 
     def _is_stale(self) -> bool:
