@@ -31,6 +31,7 @@ from .memory_watch import MemoryWatch
 from .policy import Policy, make_policy
 from .sensors.host import available_cores
 from .sensors.live import LiveSensors
+from .telemetry import Telemetry
 from .tensorboard import DEFAULT_BANDS, Band, CruiseBoard
 from .timer import IntervalTimer
 from .trace import TraceWriter
@@ -283,37 +284,8 @@ class LiveRun:
     def _decide(self, first: bool = False) -> None:
         interval, self._interval = self._interval, IntervalMeter()
         self.total.add_totals(interval)
-        self.fill.catch_up()
         in_force = self.actuators.in_force()
-        readings = self.sensors.readings()
-        others = readings.pop("others_memory_fraction", math.nan)
-        readings["memory_device_fraction"] = interval.peak_fraction + others
-        if interval.steps:
-            readings["fill"] = self.fill.fill(interval.padded_tokens, interval.wall_s)
-        loader = self.swift.loader
-        upcoming = loader.upcoming_lengths(PREVIEW_STEPS) if loader is not None else np.empty(0)
-        if upcoming.size and self.memory.known:
-            fit = self.model.fit_tokens(upcoming.max(), [0.0, 1.0], self.memory.available)
-            readings["fit_tokens_uncheckpointed"], readings["fit_tokens_checkpointed"] = fit.tolist()
-        creep, error = (float(values[0]) for values in self.model.creep())
-        readings["memory_creep"] = creep
-        room = self.config.memory_cap - interval.peak_fraction
-        line = self.creep_alarm.check(creep, error, room, interval.micro_batches / max(1, interval.steps))
-        if line is not None:
-            self.event("memory_creep", line, {"per_1000_micro_batches": creep, "standard_error": error})
-        during = in_force
-        if interval.oom_count:
-            # The guard halves what was in force, and the runner has halved what failed: once is enough. Where a sample
-            # failed that was alone already, the budget is not to blame.
-            failed = self.runner.failed_tokens
-            if failed is None:
-                during = in_force.replace(
-                    token_budget=2 * in_force.token_budget, micro_batch_cap=2 * in_force.micro_batch_cap
-                )
-            else:
-                during = in_force.replace(token_budget=failed)
-        self.runner.failed_tokens = None
-        telemetry = interval.telemetry(time.monotonic() - self._begin_s, during, readings, upcoming)
+        telemetry = self._measure(interval, in_force)
         decision = self.loop.decide(telemetry)
         if self.leader is not None:
             self.leader.publish(decision.proposed)
@@ -335,6 +307,38 @@ class LiveRun:
             )
         if self.board is not None and not first:
             self.board.interval(self.step, telemetry, now, diagnostics)
+
+    def _measure(self, interval: IntervalMeter, in_force: Controls) -> Telemetry:
+        """The interval's telemetry."""
+        self.fill.catch_up()
+        readings = self.sensors.readings()
+        others = readings.pop("others_memory_fraction", math.nan)
+        readings["memory_device_fraction"] = interval.peak_fraction + others
+        if interval.steps:
+            readings["fill"] = self.fill.fill(interval.padded_tokens, interval.wall_s)
+        loader = self.swift.loader
+        upcoming = loader.upcoming_lengths(PREVIEW_STEPS) if loader is not None else np.empty(0)
+        if upcoming.size and self.memory.known:
+            fit = self.model.fit_tokens(upcoming.max(), [0.0, 1.0], self.memory.available)
+            readings["fit_tokens_uncheckpointed"], readings["fit_tokens_checkpointed"] = fit.tolist()
+        readings["memory_creep"] = self._watch_creep(interval)
+        failed = self.runner.failed_tokens
+        self.runner.failed_tokens = None
+        if interval.oom_count:
+            # The guard halves what was in force, and the runner has halved what failed: once is enough. Where a sample
+            # failed that was alone already, budget and cap are not to blame.
+            twice = {name: 2 * getattr(in_force, name) for name in ("token_budget", "micro_batch_cap")}
+            in_force = in_force.replace(**(twice if failed is None else {"token_budget": failed}))
+        return interval.telemetry(time.monotonic() - self._begin_s, in_force, readings, upcoming)
+
+    def _watch_creep(self, interval: IntervalMeter) -> float:
+        """Growth of memory at equal micro-batches; said when it is beyond doubt."""
+        creep, error = (float(values[0]) for values in self.model.creep())
+        room = self.config.memory_cap - interval.peak_fraction
+        line = self.creep_alarm.check(creep, error, room, interval.micro_batches / max(1, interval.steps))
+        if line is not None:
+            self.event("memory_creep", line, {"per_1000_micro_batches": creep, "standard_error": error})
+        return creep
 
     def event(self, kind: str, line: str, details: Mapping[str, Any]) -> None:
         """Tell user, trace and TensorBoard at once of something that happened in the step under way on this rank."""
