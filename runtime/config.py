@@ -59,7 +59,14 @@ class GuardConfig(_Section):
         default=1.05,
         gt=1,
         le=4,
-        description="Factor an interval by which the ceiling set by an out-of-memory error is lifted.",
+        description="Factor an interval by which the ceiling set by an out-of-memory error is lifted, to just below "
+        "what failed.",
+    )
+    ceiling_relaxation: float = Field(
+        default=1.002,
+        gt=1,
+        le=4,
+        description="Factor an interval by which it is lifted from there on, until what failed is tried again.",
     )
 
 

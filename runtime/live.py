@@ -137,6 +137,7 @@ class LiveRun:
             memory_cap=config.memory_cap,
             hysteresis=config.guard.hysteresis,
             ceiling_recovery=config.guard.ceiling_recovery,
+            ceiling_relaxation=config.guard.ceiling_relaxation,
             model=self.model,
         )
         self.leader = None

@@ -23,7 +23,7 @@ DEVICE = Path(neighbour.__file__).parent
 SCRIPT = DEVICE / "out_of_memory.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_rehearsal_passes_every_check_that_needs_no_gpu(tmp_path: Path):
     figures_file = tmp_path / "figures.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--json", str(figures_file), "--time-limit", "540"]

@@ -191,13 +191,13 @@ def evaluations(run: Trained) -> list[dict[str, float]]:
     return [{k: v for k, v in line.items() if k.startswith("eval_")} for line in run.log if "eval_loss" in line]
 
 
-def assert_as_plain(ours: Trained, plain: Trained) -> None:
+def assert_as_plain(ours: Trained, plain: Trained, rel: float) -> None:
     assert ours.difference(plain) == 0.0
     assert len(evaluations(plain)) > 1
     for one, other in zip(evaluations(ours), evaluations(plain), strict=True):
         for key, value in other.items():
             # Rewards are differences of log-probabilities, sums of about 1000 in single precision.
-            assert one.pop(key) == pytest.approx(value, rel=1e-6, abs=1e-5 if "rewards" in key else 1e-9), key
+            assert one.pop(key) == pytest.approx(value, rel=rel, abs=1e-5 if "rewards" in key else 1e-9), key
         assert not one
     training = ([line for line in run.log if "loss" in line] for run in (ours, plain))
     assert next(training) == next(training)
@@ -239,7 +239,10 @@ def data_of_classes(request: pytest.FixtureRequest) -> None:
         lab.data["classes"].write_text("\n".join(labelled) + "\n", encoding="utf-8")
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [v if v in ("full", "predictions") else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS],
+)
 def test_an_out_of_memory_shows_neither_in_the_metrics_nor_in_the_weights(lab: Lab, variant: str, monkeypatch):
     command, data, arguments = VARIANTS[variant]
     plain = lab.train(command, *arguments, *EVALUATION, data=data)
@@ -247,11 +250,13 @@ def test_an_out_of_memory_shows_neither_in_the_metrics_nor_in_the_weights(lab: L
     ours = lab.train(command, *arguments, *EVALUATION, data=data, cruise=UNCHANGED)
     assert failing.failures
     assert [kind for kind, _, _ in failing.events] == ["evaluation_oom"] * failing.failures
-    assert_as_plain(ours, plain)
+    # A preference loss is one of differences, in which the last bits of log-probabilities weigh more.
+    assert_as_plain(ours, plain, rel=1e-5 if command == "rlhf" else 1e-6)
     assert ours.summary["oom_count"] == 0
     assert not events_of_training(ours)
 
 
+@pytest.mark.slow
 def test_losses_of_evaluation_are_those_of_plain_whatever_the_micro_batches_of_training(lab: Lab):
     command, data, arguments = VARIANTS["classification"]  # ms-swift divides its loss by the batches of a step
     plain = lab.train(command, *arguments, *EVALUATION, *SGD, data=data)

@@ -158,14 +158,19 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> faults.Laboratory:
 @pytest.mark.parametrize(
     "scenario",
     [
-        faults.Scenario(
-            "clocks and pauses",
-            {"clock_forward": 4, "clock_backward": 4, "paused": 1},
-            {"interval_steps": None, "interval_s": 0.2},
+        pytest.param(
+            faults.Scenario(
+                "clocks and pauses",
+                {"clock_forward": 4, "clock_backward": 4, "paused": 1},
+                {"interval_steps": None, "interval_s": 0.2},
+            ),
+            marks=pytest.mark.long,
         ),
         faults.Scenario("killed", {"sigkill": 1, "sigterm": 1}, spoiled=("state_truncated", "state_foreign")),
         faults.Scenario("ranks", {"oom_forward": 2, "oom_backward": 2}, ranks=2, only_rank={"oom_forward": 1}),
-        faults.Scenario("a rank killed", {"sigkill": 1}, ranks=2, only_rank={"sigkill": 1}),
+        pytest.param(
+            faults.Scenario("a rank killed", {"sigkill": 1}, ranks=2, only_rank={"sigkill": 1}), marks=pytest.mark.long
+        ),
     ],
     ids=lambda scenario: scenario.name,
 )

@@ -187,7 +187,7 @@ def test_a_leak_of_one_object_a_look_would_be_seen():
     assert growth(leaking) == {"MacroRows": 16.0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_thousands_of_steps_of_changes_and_failures_lose_no_sample_and_leave_nothing_behind(lab: Lab):
     lengths = LengthDistribution(2.0, 0.6, longest=60).sample(SAMPLES, seed=5)

@@ -166,7 +166,7 @@ class Lab:
             settings |= {"nvml_period_s": 0.1, "interval_steps": 1, "tensorboard": "false"}
             settings["policy"] = workload.policy
             # A control interval is one step here instead of 30 s: what comes back slowly comes back faster alike.
-            settings["guard.ceiling_recovery"] = 1.25
+            settings |= {"guard.ceiling_recovery": 1.25, "guard.ceiling_relaxation": 1.05}
             options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
             command = [str(tools / "swiftcruise"), "run", *options, "--", *command]
         return self.run(name, command, **{VARIABLE: json.dumps(plan)})
