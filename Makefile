@@ -2,7 +2,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-TESTS ?= -m "not slow"
+TESTS ?= -m "not slow and not long"
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint bench docs clean
@@ -22,7 +22,7 @@ venv: .venv/.stamp ## Make .venv with everything needed to run, test and develop
 demo: venv ## Train a tiny model twice on this machine, plain and under control, and compare
 	$(BIN)/python -m swiftcruise.cli.demo
 
-test: venv ## Run the tests (those marked slow too: make test TESTS=)
+test: venv ## Run the tests (those marked slow or long too: make test TESTS=)
 	$(BIN)/python -m pytest $(TESTS)
 
 lint: venv ## Style, types, import floors, generated documentation
@@ -35,6 +35,7 @@ lint: venv ## Style, types, import floors, generated documentation
 bench: venv ## Run the benchmarks
 	$(BIN)/python benchmarks/hook_overhead.py
 	$(BIN)/python benchmarks/real_training.py
+	$(BIN)/python benchmarks/plant_fidelity.py
 
 docs: venv ## Write the generated tables of the documentation anew
 	$(BIN)/python docs/generate.py

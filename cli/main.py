@@ -85,3 +85,13 @@ def doctor(config: ConfigOption = None, settings: SetOption = None) -> None:
     from .doctor import examine
 
     raise typer.Exit(examine(config, settings or []))
+
+
+@app.command()
+def profiles(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="A profile's name, or its YAML file.")] = None,
+) -> None:
+    """List the hardware and models that a training can be simulated with, or show one's constants and their sources."""
+    from .profiles import show
+
+    show(name)

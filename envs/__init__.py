@@ -1,0 +1,1 @@
+"""Simulated training: plants, their physics and profiles. Nothing here runs inside a training process."""

@@ -1,0 +1,1 @@
+"""Plants: what a policy is tried on. `physics` holds the equations, `profile` the constants."""

@@ -1,0 +1,113 @@
+"""Length distributions, and the table of what packing costs against the planner itself."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftcruise.envs.plants.lengths import Gamma, Lengths, Lognormal, Uniform
+from swiftcruise.envs.plants.packing import PackingTable
+from swiftcruise.runtime.errors import ConfigError
+from swiftcruise.runtime.planner import pack
+
+CHAT = Lengths.mixture([Lognormal(3.75, 1.0)])
+BURSTS = Lengths.mixture([Lognormal(3.75, 1.0, 0.9), Lognormal(6.6, 0.25, 0.1)])
+samples_of_lengths = st.lists(st.integers(1, 20000), min_size=1, max_size=50)
+
+
+@pytest.mark.parametrize(
+    ("component", "mean", "deviation"),
+    [
+        (Uniform(91, 575), 333, 484 / math.sqrt(12)),
+        (Gamma(3449, 2458), 3449, 2458),
+        (Gamma(100, 200), 100, 200),
+        (Lognormal(3.75, 0.5), math.exp(3.875), math.exp(3.875) * math.sqrt(math.expm1(0.25))),
+    ],
+)
+def test_a_distribution_has_its_mean_and_deviation(component, mean, deviation):
+    values = Lengths.mixture([component]).values
+    assert np.mean(values) == pytest.approx(mean, rel=0.01)
+    assert np.std(values) == pytest.approx(deviation, rel=0.03)
+
+
+def test_a_mixture_holds_its_parts_in_their_weights():
+    both = Lengths.mixture([Uniform(10, 20, 3), Uniform(1000, 2000, 1)])
+    assert np.mean(both.values <= 20) == pytest.approx(0.75, abs=0.002)
+    assert both.mean == pytest.approx(0.75 * 15 + 0.25 * 1500, rel=0.01)
+
+
+@given(samples_of_lengths, st.integers(1, 64))
+def test_the_longest_of_many_lies_between_mean_and_maximum(data, many):
+    lengths = Lengths.empirical(data)
+    assert lengths.expected_longest(1) == pytest.approx(np.mean(data))
+    assert lengths.mean * (1 - 1e-9) <= lengths.expected_longest(many) <= lengths.longest * (1 + 1e-9)
+    assert lengths.expected_longest(many) <= lengths.expected_longest(2 * many) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("many", [1, 2, 8, 32])
+def test_the_longest_of_many_is_that_of_draws(many):
+    draws = CHAT.draw(40000 * many, np.random.default_rng(1)).reshape(-1, many).max(axis=1)
+    nodes, weights = CHAT.limited(2000).longest_nodes(many)
+    assert CHAT.expected_longest(many) == pytest.approx(draws.mean(), rel=0.03)
+    assert weights.sum() == pytest.approx(1)
+    assert nodes @ weights == pytest.approx(CHAT.limited(2000).expected_longest(many), rel=0.02)
+
+
+@given(samples_of_lengths, st.integers(1, 20000))
+def test_a_limit_deletes_or_truncates_what_is_longer(data, limit):
+    lengths = Lengths.empirical(data)
+    assert lengths.limited(limit, "truncate").longest == min(limit, max(data))
+    if min(data) > limit:
+        with pytest.raises(ConfigError, match="max_length"):
+            lengths.limited(limit)
+    else:
+        assert lengths.limited(limit).values.tolist() == [x for x in sorted(data) if x <= limit]
+
+
+@given(samples_of_lengths, st.floats(1, 5))
+def test_fragmentation_builds_up_only_while_longer_samples_still_come(data, built_up):
+    lengths = Lengths.empirical(data)
+    assert 1 <= lengths.fragmentation(built_up) <= built_up
+    assert Lengths.fixed(512).fragmentation(built_up) == 1
+    assert lengths.limited(min(data), "truncate").fragmentation(built_up) == 1
+
+
+@pytest.mark.parametrize("bad", [[], [0], [5, float("nan")]])
+def test_what_is_no_length_is_refused(bad):
+    with pytest.raises(ConfigError, match="1 token"):
+        Lengths.empirical(bad)
+
+
+@pytest.mark.parametrize("bad", [Uniform(5, 5), Gamma(10, float("inf")), Lognormal(1, 1, weight=0)])
+def test_what_is_no_distribution_is_refused(bad):
+    with pytest.raises(ConfigError, match="not a distribution"):
+        Lengths.mixture([bad])
+
+
+@pytest.mark.parametrize("lengths", [CHAT.limited(2048), BURSTS.limited(2048)], ids=["chat", "bursts"])
+@pytest.mark.parametrize("samples", [1, 3, 16])
+def test_the_packing_table_agrees_with_the_planner(lengths, samples):
+    table = PackingTable.build(lengths, samples)
+    rng = np.random.default_rng(7)
+    steps = [lengths.draw(samples, rng).tolist() for _ in range(400)]
+    errors = []
+    for budget in (300, 3000, 30000):
+        for cap in (1, 2, 5, math.inf):
+            plans = [pack(step, token_budget=budget, micro_batch_cap=cap) for step in steps]
+            count = sum(len(plan) for plan in plans)
+            padding = sum(batch.tokens for plan in plans for batch in plan) / sum(map(sum, steps))
+            found = table.at(budget, cap)
+            errors.append(found["micro_batches"] / (count / len(steps)) - 1)
+            errors.append(found["padded_tokens"] / found["real_tokens"] / padding - 1)
+    assert math.sqrt(np.mean(np.square(errors))) < 0.04
+    assert np.max(np.abs(errors)) < 0.12
+
+
+def test_outside_its_grid_the_packing_table_gives_its_edge():
+    table = PackingTable.build(CHAT.limited(500), 4, draws=8)
+    assert table.at(1e-3) == table.at(1)
+    assert table.at(math.inf, math.inf) == table.at(1e12, 4)
+    assert table.at(math.inf)["micro_batches"] == 1
+    assert table.at(1)["padded_tokens"] == table.at(1)["real_tokens"]
