@@ -23,7 +23,7 @@ FRAMEWORK = "framework"
 def _hardware_table() -> Table:
     table = Table(title="Hardware", title_justify="left")
     for name in ("name", "TFLOP/s", "GB/s", "memory GiB", "power W", "description"):
-        table.add_column(name, justify="left" if name in ("name", "description") else "right")
+        table.add_column(name, justify="left" if name in ("name", "description") else "right", no_wrap=name == "name")
     for name in profile_names("hardware"):
         profile = load_hardware(name)
         table.add_row(
@@ -40,7 +40,7 @@ def _hardware_table() -> Table:
 def _model_table() -> Table:
     table = Table(title="Models", title_justify="left")
     for name in ("name", "parameters", "layers", "hidden size", "vocabulary", "description"):
-        table.add_column(name, justify="left" if name in ("name", "description") else "right")
+        table.add_column(name, justify="left" if name in ("name", "description") else "right", no_wrap=name == "name")
     for name in profile_names("models"):
         profile = load_model(name)
         shape = setting.architecture(profile)
