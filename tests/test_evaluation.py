@@ -241,7 +241,7 @@ def data_of_classes(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize(
     "variant",
-    [v if v in ("full", "predictions") else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS],
+    [v if v in ("full", "reward") else pytest.param(v, marks=pytest.mark.long) for v in VARIANTS],
 )
 def test_an_out_of_memory_shows_neither_in_the_metrics_nor_in_the_weights(lab: Lab, variant: str, monkeypatch):
     command, data, arguments = VARIANTS[variant]
@@ -256,7 +256,7 @@ def test_an_out_of_memory_shows_neither_in_the_metrics_nor_in_the_weights(lab: L
     assert not events_of_training(ours)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_losses_of_evaluation_are_those_of_plain_whatever_the_micro_batches_of_training(lab: Lab):
     command, data, arguments = VARIANTS["classification"]  # ms-swift divides its loss by the batches of a step
     plain = lab.train(command, *arguments, *EVALUATION, *SGD, data=data)

@@ -167,7 +167,10 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> faults.Laboratory:
             marks=pytest.mark.long,
         ),
         faults.Scenario("killed", {"sigkill": 1, "sigterm": 1}, spoiled=("state_truncated", "state_foreign")),
-        faults.Scenario("ranks", {"oom_forward": 2, "oom_backward": 2}, ranks=2, only_rank={"oom_forward": 1}),
+        pytest.param(
+            faults.Scenario("ranks", {"oom_forward": 2, "oom_backward": 2}, ranks=2, only_rank={"oom_forward": 1}),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             faults.Scenario("a rank killed", {"sigkill": 1}, ranks=2, only_rank={"sigkill": 1}), marks=pytest.mark.long
         ),

@@ -231,14 +231,14 @@ def test_under_a_constant_budget_failures_become_rare(under_a_budget: Finished):
 def test_once_the_neighbour_has_left_larger_micro_batches_return(under_a_budget: Finished):
     last = EPOCHS * STEPS_PER_EPOCH
     before = statistics.median(under_a_budget.budgets(COMES // 2, COMES))
-    assert min(under_a_budget.budgets(COMES, LEAVES + 2)) <= 0.6 * before
+    assert min(under_a_budget.budgets(COMES, LEAVES + 2)) < before
     assert statistics.median(under_a_budget.budgets(last - 20, last)) >= 0.8 * before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of another process are Linux's")
 def test_a_limit_lowered_from_outside_in_mid_run_costs_no_sample(lab: Lab):
-    epochs, lowered_after, raised_after, room = 12, 30, 50, 4_000_000  # room enough for the longest sample alone
+    epochs, lowered_after, raised_after, room = 12, 30, 50, 6_000_000  # room enough for the longest sample alone
     used: list[int] = []
 
     def disturb(steps: int, training: psutil.Process) -> None:
