@@ -154,26 +154,18 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> faults.Laboratory:
     return faults.Laboratory(tmp_path_factory.mktemp("faults"), seed=1, steps=20)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(
-            faults.Scenario(
-                "clocks and pauses",
-                {"clock_forward": 4, "clock_backward": 4, "paused": 1},
-                {"interval_steps": None, "interval_s": 0.2},
-            ),
-            marks=pytest.mark.long,
+        faults.Scenario(
+            "clocks and pauses",
+            {"clock_forward": 4, "clock_backward": 4, "paused": 1},
+            {"interval_steps": None, "interval_s": 0.2},
         ),
         faults.Scenario("killed", {"sigkill": 1, "sigterm": 1}, spoiled=("state_truncated", "state_foreign")),
-        pytest.param(
-            faults.Scenario("ranks", {"oom_forward": 2, "oom_backward": 2}, ranks=2, only_rank={"oom_forward": 1}),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            faults.Scenario("a rank killed", {"sigkill": 1}, ranks=2, only_rank={"sigkill": 1}), marks=pytest.mark.long
-        ),
+        faults.Scenario("ranks", {"oom_forward": 2, "oom_backward": 2}, ranks=2, only_rank={"oom_forward": 1}),
+        faults.Scenario("a rank killed", {"sigkill": 1}, ranks=2, only_rank={"sigkill": 1}),
     ],
     ids=lambda scenario: scenario.name,
 )
