@@ -20,10 +20,18 @@ from ..envs.plants.profile import (
 FRAMEWORK = "framework"
 
 
+def _empty_table(title: str, *figures: str) -> Table:
+    """A table of profiles with a column for each figure."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("name", no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right")
+    table.add_column("description")
+    return table
+
+
 def _hardware_table() -> Table:
-    table = Table(title="Hardware", title_justify="left")
-    for name in ("name", "TFLOP/s", "GB/s", "memory GiB", "power W", "description"):
-        table.add_column(name, justify="left" if name in ("name", "description") else "right", no_wrap=name == "name")
+    table = _empty_table("Hardware", "TFLOP/s", "GB/s", "memory GiB", "power W")
     for name in profile_names("hardware"):
         profile = load_hardware(name)
         table.add_row(
@@ -38,9 +46,7 @@ def _hardware_table() -> Table:
 
 
 def _model_table() -> Table:
-    table = Table(title="Models", title_justify="left")
-    for name in ("name", "parameters", "layers", "hidden size", "vocabulary", "description"):
-        table.add_column(name, justify="left" if name in ("name", "description") else "right", no_wrap=name == "name")
+    table = _empty_table("Models", "parameters", "layers", "hidden size", "vocabulary")
     for name in profile_names("models"):
         profile = load_model(name)
         shape = setting.architecture(profile)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -131,7 +132,7 @@ class Trainer(Protocol):
         *,
         divisors: tuple[float, float],
         last: bool,
-        spare_bytes: float,
+        spare_bytes: Callable[[], float],
     ) -> torch.Tensor:
         """Add one micro-batch's gradients.
 
@@ -141,7 +142,7 @@ class Trainer(Protocol):
             items: What the loss of the step is divided by.
             divisors: Of a batch-mean loss, in this step and nominal.
             last: Whether it is the step's last micro-batch.
-            spare_bytes: Memory that is expected to stay free all the while (known for the last one only).
+            spare_bytes: Asks for the memory that is expected to stay free all the while.
         """
         ...
 
@@ -397,7 +398,7 @@ class MacroBatchRunner:
         # The trainer takes entries out of what it is given; a redo needs them again.
         if isinstance(inputs, dict):
             inputs = dict(inputs)
-        spare = self.memory.spare_bytes(plan, prepared.checkpoint_fraction) if last else 0.0
+        spare = partial(self.memory.spare_bytes, plan, prepared.checkpoint_fraction)
         begin = self._clock()
         with self.memory.watch(plan, prepared.checkpoint_fraction):
             loss = self.trainer.forward_backward(model, inputs, items, divisors=divisors, last=last, spare_bytes=spare)

@@ -208,7 +208,7 @@ class SwiftTrainer:
         *,
         divisors: tuple[float, float],
         last: bool,
-        spare_bytes: float,
+        spare_bytes: Callable[[], float],
     ) -> torch.Tensor:
         """One micro-batch; gradients add up. `divisors`: what a batch-mean loss is divided by (step's, nominal)."""
         t = self.trainer
@@ -227,7 +227,9 @@ class SwiftTrainer:
         if sync is not None:
             sync.finish()
 
-    def _accumulating(self, model: Any, last: bool, spare_bytes: float) -> contextlib.AbstractContextManager[None]:
+    def _accumulating(
+        self, model: Any, last: bool, spare_bytes: Callable[[], float]
+    ) -> contextlib.AbstractContextManager[None]:
         """Under DDP: hold back the averaging of gradients, or let it begin in the last backward pass if memory allows.
 
         The averaging then has the process group for itself, so not where ranks gather anything in between. On a CPU it
@@ -236,8 +238,8 @@ class SwiftTrainer:
         sync = self._gradient_sync(model)
         if sync is None:
             return contextlib.nullcontext()
-        pays = self.args.device.type != "cpu" and not self.cannot_redo
-        return sync.accumulating(last=last, overlap=pays and spare_bytes >= sync.copy_bytes)
+        pays = last and self.args.device.type != "cpu" and not self.cannot_redo
+        return sync.accumulating(last=last, overlap=pays and spare_bytes() >= sync.copy_bytes)
 
     def _gradient_sync(self, model: Any) -> GradientSync | None:
         ddp = _data_parallel(model)

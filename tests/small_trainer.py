@@ -108,7 +108,7 @@ class SmallTrainer:
         *,
         divisors: tuple[float, float],
         last: bool,
-        spare_bytes: float = 0.0,
+        spare_bytes: Any = None,
     ) -> torch.Tensor:
         call, self.calls = self.calls, self.calls + 1
         ids = inputs.pop("input_ids")  # trainers take entries out of what they are given

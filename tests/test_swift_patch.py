@@ -115,7 +115,7 @@ def test_preference_metrics_stay_on_their_rank_within_a_micro_batch(name: str, g
         return accelerator.gather_for_metrics(torch.ones(()))
 
     swift._original["training_step"] = training_step
-    swift.forward_backward(torch.nn.Linear(1, 1), {}, None, divisors=(1.0, 1.0), last=True, spare_bytes=0.0)
+    swift.forward_backward(torch.nn.Linear(1, 1), {}, None, divisors=(1.0, 1.0), last=True, spare_bytes=lambda: 0.0)
     assert accelerator.gathered == gathers
     accelerator.gather_for_metrics(1)
     assert accelerator.gathered == gathers + 1
