@@ -3,6 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 TESTS ?= -m "not slow and not long"
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint bench docs clean
@@ -23,7 +24,7 @@ demo: venv ## Train a tiny model twice on this machine, plain and under control,
 	$(BIN)/python -m swiftcruise.cli.demo
 
 test: venv ## Run the tests (those marked slow or long too: make test TESTS=)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 lint: venv ## Style, types, import floors, generated documentation
 	$(BIN)/ruff check .

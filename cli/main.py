@@ -95,3 +95,16 @@ def profiles(
     from .profiles import show
 
     show(name)
+
+
+@app.command()
+def scenarios(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[SPLIT|NAME|FILE]", help="A split, one of its scenarios, or your own YAML or JSON."),
+    ] = None,
+) -> None:
+    """List the frozen splits of simulated trainings, the scenarios of one, or a scenario in full."""
+    from .scenarios import show
+
+    show(source)

@@ -7,14 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .codec_rows import (
+    BOUND_CENTRE,
+    BOUND_LOG2,
+    COUNT,
+    DIFFERENCE,
+    HALF_RANGE,
+    PLAIN,
+    RATIO,
+    decode_action,
+    encode_frame,
+)
 from .controls import CONTROL_FIELDS, ControlLimits, Controls
 from .errors import ConfigError
-from .telemetry import Telemetry
+from .telemetry import TELEMETRY_FIELDS, Telemetry
 
+Array = NDArray[np.float64]
 Observation = NDArray[np.float32]
 
 #: Raised with every change of an index, range or meaning below; a policy artefact names the version it was trained on.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,7 @@ class _Entry:
 
 _TOKENS = {"unit": "tokens", "low": 2.0**4, "high": 2.0**20, "log2": True}
 _SHARE = {"unit": "1", "low": 0.0, "high": 1.0}
+_CELSIUS = {"unit": "deg C", "low": 20.0, "high": 100.0}
 
 # The loss is left out on purpose: the controller decides how fast a model trains, not what it learns.
 _ENTRIES: tuple[_Entry, ...] = (
@@ -69,7 +82,7 @@ _ENTRIES: tuple[_Entry, ...] = (
     _Entry("oom_count", "1 + out-of-memory events", "1", 1.0, 2.0**4, log2=True),
     _Entry("power_w", "power draw", "W", 2.0**5, 2.0**11, log2=True, flag=True),
     _Entry("energy_per_token", "energy a real token", "J", 2.0**-12, 2.0**6, log2=True),
-    _Entry("temperature_c", "temperature", "deg C", 20.0, 100.0, flag=True),
+    _Entry("temperature_c", "temperature", **_CELSIUS, flag=True),
     _Entry("clock_fraction", "SM clock / maximum", **_SHARE),
     _Entry("throttled", "share of time throttled", **_SHARE),
     _Entry("neighbours", "other processes on the device", "processes", 0.0, 8.0),
@@ -82,8 +95,33 @@ _ENTRIES: tuple[_Entry, ...] = (
     _Entry("upcoming_max", "maximum upcoming length", **_TOKENS),
     _Entry("fit_tokens_uncheckpointed", "tokens that fit with no layer checkpointed", **_TOKENS, flag=True),
     _Entry("fit_tokens_checkpointed", "tokens that fit with every layer checkpointed", **_TOKENS),
+    # The job
+    _Entry("job_progress", "share of the training that is done", **_SHARE, flag=True),
+    _Entry("energy_budget_used", "energy drawn / energy that the job may draw", "1", 0.0, 2.0, flag=True),
+    _Entry("temperature_limit_c", "temperature that the job must not exceed", **_CELSIUS, flag=True),
 )
-_COUNTS = ("allocation_retries", "oom_count")  # encoded as log2(1 + count)
+
+#: Entries that are no plain telemetry field: field, operation, other field.
+_DERIVED = {
+    "padding_efficiency": ("real_tokens", RATIO, "padded_tokens"),
+    "others_memory_fraction": ("memory_device_fraction", DIFFERENCE, "memory_peak_fraction"),
+    "energy_per_token": ("energy_j", RATIO, "real_tokens"),
+    "allocation_retries": ("allocation_retries", COUNT, "allocation_retries"),
+    "oom_count": ("oom_count", COUNT, "oom_count"),
+}
+
+
+def _frame_table() -> Array:
+    """`_ENTRIES` as `encode_frame` takes them."""
+    rows: list[tuple[float, ...]] = []
+    flag = len(_ENTRIES)  # flags follow the entries
+    for entry in _ENTRIES:
+        field, operation, operand = _DERIVED.get(entry.name, (entry.name, PLAIN, entry.name))
+        low, high = (np.log2(end) if entry.log2 else end for end in (entry.low, entry.high))
+        indices = TELEMETRY_FIELDS.index(field), operation, TELEMETRY_FIELDS.index(operand)
+        rows.append((*indices, entry.log2, (low + high) / 2.0, 2.0 / (high - low), flag if entry.flag else 0))
+        flag += entry.flag
+    return np.array(rows, dtype=np.float64)
 
 
 class ObservationCodec:
@@ -93,6 +131,7 @@ class ObservationCodec:
     linearly or by log2 from ``[low, high]`` to [-1, 1] and is clipped there; one that is not measured becomes 0, and
     where absence is informative a flag tells it (1 measured, 0 not). An observation is the last `history` frames,
     oldest first. The codec keeps no state: `stack` turns the previous observation and a new frame into the next one.
+    `codec_rows.encode_frame` does the work, plant by plant; who simulates thousands compiles it.
 
     Args:
         history: Frames in an observation.
@@ -107,12 +146,9 @@ class ObservationCodec:
             raise ConfigError(f"history={history!r} must be at least 1 and weights={weights!r} at least 0")
         self.history = history
         self.weights = weights
+        self.frame_table = _frame_table()  #: for `codec_rows.encode_frame`
         self._flagged = [i for i, entry in enumerate(_ENTRIES) if entry.flag]
-        self._log2 = [i for i, entry in enumerate(_ENTRIES) if entry.log2]
-        bounds = np.array([(entry.low, entry.high) for entry in _ENTRIES])
-        bounds[self._log2] = np.log2(bounds[self._log2])
-        self._centre = bounds.mean(axis=1, keepdims=True)
-        self._half_range = (bounds[:, 1:] - bounds[:, :1]) / 2.0
+        self._rows: list[list[float]] = self.frame_table.tolist()
 
     @property
     def frame_size(self) -> int:
@@ -134,29 +170,16 @@ class ObservationCodec:
         Raises:
             ConfigError: the weights are missing, unwanted or of the wrong number.
         """
-        with np.errstate(divide="ignore", invalid="ignore"):
-            derived = {
-                "padding_efficiency": telemetry.real_tokens / telemetry.padded_tokens,
-                "others_memory_fraction": telemetry.memory_device_fraction - telemetry.memory_peak_fraction,
-                "energy_per_token": telemetry.energy_j / telemetry.real_tokens,
-                **{name: 1.0 + getattr(telemetry, name) for name in _COUNTS},
-            }
-            raw = np.stack([derived[e.name] if e.name in derived else getattr(telemetry, e.name) for e in _ENTRIES])
-            raw[self._log2] = np.log2(raw[self._log2])
-        raw -= self._centre
-        raw /= self._half_range
-        missing = np.isnan(raw)
-        raw[missing] = 0.0
-        np.clip(raw, -1.0, 1.0, out=raw)
-        frame = np.empty((telemetry.n, self.frame_size), dtype=np.float32)
-        frame[:, : len(_ENTRIES)] = raw.T
-        end = len(_ENTRIES) + len(self._flagged)
-        frame[:, len(_ENTRIES) : end] = ~missing[self._flagged].T
         given = np.zeros(0) if weights is None else np.asarray(weights, dtype=np.float64)
         if given.shape[-1] != self.weights:
             raise ConfigError(f"weights has {given.shape[-1]} values, the codec expects {self.weights}")
-        frame[:, end:] = np.clip(np.nan_to_num(given), 0.0, 1.0)
-        return frame
+        weights_of = np.broadcast_to(given, (telemetry.n, self.weights)).tolist()
+        frames: list[list[float]] = []
+        for row, weights_row in zip(telemetry.rows().tolist(), weights_of, strict=True):
+            frame = [0.0] * self.frame_size
+            encode_frame(row, self._rows, weights_row, frame)
+            frames.append(frame)
+        return np.array(frames, dtype=np.float32).reshape(telemetry.n, self.frame_size)
 
     def stack(self, previous: Observation | None, frame: Observation) -> Observation:
         """The observation after `frame`: the oldest frame of `previous` leaves, `frame` enters.
@@ -206,13 +229,16 @@ class ActionCodec:
         limits = limits or ControlLimits()
         self.controls = controls
         chosen = [getattr(limits, name) for name in controls]
-        self._log2 = np.array([limit.multiplicative for limit in chosen], dtype=bool)
-        bounds = np.array([(limit.low, limit.high) for limit in chosen], dtype=np.float64).reshape(-1, 2)
-        bounds[self._log2] = np.log2(bounds[self._log2])
-        self.present = np.isfinite(bounds).all(axis=1) & (bounds[:, 1] > bounds[:, 0])
-        bounds[~self.present] = (-1.0, 1.0)
-        self._centre = bounds.mean(axis=1)
-        self._half_range = (bounds[:, 1] - bounds[:, 0]) / 2.0
+        log2 = np.array([limit.multiplicative for limit in chosen], dtype=bool)
+        ends = np.array([(limit.low, limit.high) for limit in chosen], dtype=np.float64).reshape(-1, 2)
+        ends[log2] = np.log2(ends[log2])
+        low, high = ends.T
+        self.present = np.isfinite(ends).all(axis=1) & (high > low)
+        centre = np.where(self.present, (low + high) / 2.0, 0.0)
+        half_range = np.where(self.present, (high - low) / 2.0, np.nan)
+        indices = np.array([CONTROL_FIELDS.index(name) for name in controls], dtype=np.float64)
+        self.bounds = np.stack([indices, log2, centre, half_range], axis=1)  #: for `codec_rows.decode_action`
+        self._rows: list[list[float]] = self.bounds.tolist()
 
     @property
     def size(self) -> int:
@@ -220,16 +246,24 @@ class ActionCodec:
         return len(self.controls)
 
     def decode(self, action: ArrayLike) -> Controls:
-        """The controls that an action of shape ``(n, size)`` asks for; what lies outside [-1, 1] is clipped."""
-        value = np.clip(np.asarray(action, dtype=np.float64), -1.0, 1.0) * self._half_range + self._centre
-        value = np.where(self._log2, np.exp2(value), value)
-        value = np.where(self.present, value, np.nan)
-        return Controls.of(value.shape[0], **{name: value[:, i] for i, name in enumerate(self.controls)})
+        """The controls that an action of shape ``(n, size)`` asks for; what lies outside [-1, 1] is clipped.
+
+        Raises:
+            ValueError: another shape.
+        """
+        actions = np.asarray(action, dtype=np.float64)
+        if actions.ndim != 2 or actions.shape[1] != self.size:
+            raise ValueError(f"expected actions of shape (n, {self.size}), got {actions.shape}")
+        rows = [[0.0] * len(CONTROL_FIELDS) for _ in actions]
+        for action_row, row in zip(actions.tolist(), rows, strict=True):
+            decode_action(action_row, self._rows, row)
+        return Controls.from_rows(np.array(rows).reshape(len(actions), len(CONTROL_FIELDS)))
 
     def encode(self, controls: Controls) -> NDArray[np.float32]:
         """The action of shape ``(n, size)`` that asks for these controls, clipped to [-1, 1]."""
         value = np.stack([getattr(controls, name) for name in self.controls], axis=1)
+        log2, centre, half_range = self.bounds[:, [BOUND_LOG2, BOUND_CENTRE, HALF_RANGE]].T
         with np.errstate(divide="ignore", invalid="ignore"):
-            value = np.where(self._log2, np.log2(value), value)
-        action = np.clip((value - self._centre) / self._half_range, -1.0, 1.0)
+            value = np.where(log2 > 0, np.log2(value), value)
+            action = np.clip((value - centre) / half_range, -1.0, 1.0)
         return np.where(self.present, action, 0.0).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,6 +36,26 @@ class Controls:
         """Controls of ``n`` plants with the given fields; all others are unset (NaN)."""
         return cls(**nan_columns("Controls", CONTROL_FIELDS, n, values))
 
+    @classmethod
+    def from_rows(cls, matrix: ArrayLike) -> Controls:
+        """Controls whose fields are views of a float64 matrix's columns, without copying (the inverse of `rows`).
+
+        Args:
+            matrix: Shape ``(n, len(CONTROL_FIELDS))``, one row a plant, in the order of `CONTROL_FIELDS`.
+
+        Raises:
+            ValueError: another shape.
+        """
+        matrix = np.asarray(matrix, dtype=np.float64)
+        if matrix.ndim != 2 or matrix.shape[1] != len(CONTROL_FIELDS):
+            raise ValueError(f"expected rows of {len(CONTROL_FIELDS)} controls, got shape {matrix.shape}")
+        return cls(*matrix.T)
+
+    def rows(self) -> Array:
+        """A new C-contiguous matrix of shape ``(n, len(CONTROL_FIELDS))``, one row a plant."""
+        columns = np.concatenate(_COLUMNS(self), dtype=np.float64).reshape(len(CONTROL_FIELDS), self.n)
+        return np.ascontiguousarray(columns.T)
+
     @property
     def n(self) -> int:
         """Number of plants."""
@@ -59,6 +80,7 @@ class Controls:
 
 
 CONTROL_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Controls))
+_COLUMNS = attrgetter(*CONTROL_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

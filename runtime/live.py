@@ -96,6 +96,7 @@ class LiveRun:
     def _begin(self, args: Any, state: Any, saved: Mapping[str, Any] | None) -> None:
         config = self.config
         self.step = state.global_step
+        self._max_steps = getattr(state, "max_steps", 0)  #: optimizer steps of the whole training; 0 where unknown
         self._begin_s = time.monotonic()
         self._main = state.is_world_process_zero
         self._synchronous = args.device.type == "cpu"
@@ -323,6 +324,8 @@ class LiveRun:
             fit = self.model.fit_tokens(upcoming.max(), [0.0, 1.0], self.memory.available)
             readings["fit_tokens_uncheckpointed"], readings["fit_tokens_checkpointed"] = fit.tolist()
         readings["memory_creep"] = self._watch_creep(interval)
+        if self._max_steps > 0:
+            readings["job_progress"] = min(1.0, self.step / self._max_steps)
         failed = self.runner.failed_tokens
         self.runner.failed_tokens = None
         if interval.oom_count:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +84,57 @@ def pack(
     prefix = [0]
     for size in sizes:
         prefix.append(prefix[-1] + size)
-    # Infinite launch cost: any constant above the largest possible saving in tokens minimises the count first.
-    launch = launch_tokens if math.isfinite(launch_tokens) else 1.0 + sum(sizes[:1]) * count
+    launch = launch_tokens if math.isfinite(launch_tokens) else fewest_first(sum(sizes[:1]), count)
     ceiling = [token_budget if token_ceilings is None else min(token_budget, token_ceilings[i]) for i in order]
 
-    # best[j]: least cost of the first j samples; start[j]: where the last micro-batch of that plan begins.
     best = [0.0] + [math.inf] * count
     start = [0] * (count + 1)
-    for begin in range(count):
-        base = best[begin] + launch
-        longest, limit = sizes[begin], ceiling[begin]
-        widest = begin + int(min(micro_batch_cap, count - begin))
-        for end in range(begin + 1, widest + 1):
-            tokens = prefix[end] - prefix[begin] if padding_free else longest * (end - begin)
-            if tokens > limit and end > begin + 1:
-                break
-            if base + tokens < best[end]:
-                best[end] = base + tokens
-                start[end] = begin
+    cut(sizes, prefix, ceiling, int(min(micro_batch_cap, count)), launch, padding_free, best, start)
     plan = []
     end = count
     while end > 0:
         plan.append(_micro_batch(order[start[end] : end], lengths, padding_free))
         end = start[end]
     return plan[::-1]
+
+
+def fewest_first(longest: float, samples: int) -> float:
+    """A launch cost, tokens, that minimises the number of micro-batches first: above any possible saving in tokens."""
+    return 1.0 + longest * samples
+
+
+def cut(
+    sizes: Sequence[float] | np.ndarray,
+    prefix: Sequence[float] | np.ndarray,
+    ceiling: Sequence[float] | np.ndarray,
+    widest: int,
+    launch: float,
+    padding_free: bool,
+    best: list[float] | np.ndarray,
+    start: list[int] | np.ndarray,
+) -> None:
+    """The dynamic programme of `pack`: where n sorted samples are best cut.
+
+    In the part of Python that numba compiles: the hook runs it on lists, the simulated plant compiled on arrays.
+
+    Args:
+        sizes: (n,) lengths of the samples, descending, tokens.
+        prefix: (n + 1,) sums of the first 0, 1, ... n sizes; read only when padding-free.
+        ceiling: (n,) most tokens of a micro-batch that begins with this sample.
+        widest: Most samples in a micro-batch.
+        launch: Fixed cost of one micro-batch, tokens; finite.
+        padding_free: Tokens add up without padding.
+        best: (n + 1,) given as 0, inf, inf, ...; on return entry j is the least cost of the first j samples, tokens.
+        start: (n + 1,) on return entry j is where the last micro-batch of that plan begins.
+    """
+    count = len(sizes)
+    for begin in range(count):
+        base = best[begin] + launch
+        longest, limit = sizes[begin], ceiling[begin]
+        for end in range(begin + 1, min(begin + widest, count) + 1):
+            tokens = prefix[end] - prefix[begin] if padding_free else longest * (end - begin)
+            if tokens > limit and end > begin + 1:
+                break
+            if base + tokens < best[end]:
+                best[end] = base + tokens
+                start[end] = begin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -64,6 +65,9 @@ class Telemetry:
     fit_tokens_checkpointed: Array  #: the same with every layer checkpointed
 
     # The training
+    job_progress: Array  #: share of the training that is done, 0..1
+    energy_budget_used: Array  #: energy drawn so far / energy that the whole job may draw (NaN = no such budget)
+    temperature_limit_c: Array  #: temperature that the job must not exceed, degrees Celsius (NaN = no such limit)
     loss: Array  #: mean training loss of the interval
 
     # Controls in force during the interval
@@ -84,6 +88,26 @@ class Telemetry:
             ValueError: a value that does not broadcast to ``(n,)``.
         """
         return cls(**nan_columns("Telemetry", TELEMETRY_FIELDS, n, values))
+
+    @classmethod
+    def from_rows(cls, matrix: ArrayLike) -> Telemetry:
+        """Telemetry whose fields are views of a float64 matrix's columns, without copying (the inverse of `rows`).
+
+        Args:
+            matrix: Shape ``(n, len(TELEMETRY_FIELDS))``, one row a plant, in the order of `TELEMETRY_FIELDS`.
+
+        Raises:
+            ValueError: another shape.
+        """
+        matrix = np.asarray(matrix, dtype=np.float64)
+        if matrix.ndim != 2 or matrix.shape[1] != len(TELEMETRY_FIELDS):
+            raise ValueError(f"expected rows of {len(TELEMETRY_FIELDS)} telemetry fields, got shape {matrix.shape}")
+        return cls(*matrix.T)
+
+    def rows(self) -> Array:
+        """A new C-contiguous matrix of shape ``(n, len(TELEMETRY_FIELDS))``, one row a plant."""
+        columns = np.concatenate(_COLUMNS(self), dtype=np.float64).reshape(len(TELEMETRY_FIELDS), self.n)
+        return np.ascontiguousarray(columns.T)
 
     @classmethod
     def stack(cls, parts: Iterable[Telemetry]) -> Telemetry:
@@ -114,3 +138,4 @@ class Telemetry:
 
 
 TELEMETRY_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(Telemetry))
+_COLUMNS = attrgetter(*TELEMETRY_FIELDS)

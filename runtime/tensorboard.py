@@ -50,14 +50,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "fill",
         "power_w",
         "energy_j",
+        "energy_budget_used",
         "temperature_c",
+        "temperature_limit_c",
         "clock_fraction",
         "throttled",
         "neighbours",
     ),
     "host": ("host_cpu_fraction", "neighbour_cpu_fraction", "host_memory_fraction"),
     "data": ("data_wait_fraction", "upcoming_mean", "upcoming_p95", "upcoming_max"),
-    "training": ("loss",),
+    "training": ("loss", "job_progress"),
     "in_force": CONTROL_FIELDS,
 }
 

@@ -4,12 +4,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from swiftcruise.envs.plants import compiling
+from swiftcruise.runtime import codec_rows
 from swiftcruise.runtime.codec import ActionCodec, ObservationCodec
-from swiftcruise.runtime.controls import ControlLimits, Controls, Limit
+from swiftcruise.runtime.codec_rows import decode_action, encode_frame
+from swiftcruise.runtime.controls import CONTROL_FIELDS, ControlLimits, Controls, Limit
 from swiftcruise.runtime.errors import ConfigError
 from swiftcruise.runtime.telemetry import TELEMETRY_FIELDS, Telemetry
 
 LIMITS = ControlLimits(power_limit_w=Limit(100, 400))
+
+compiling.register(*codec_rows.KERNELS)
+COMPILED_ENCODE, COMPILED_DECODE = compiling.compiled(encode_frame), compiling.compiled(decode_action)
+any_float = st.one_of(
+    st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0]), st.floats(0, 1), st.floats(0, 1e6), st.floats()
+)
 
 
 def index_of(codec, name):
@@ -115,8 +124,39 @@ def test_a_nan_action_and_an_absent_actuator_leave_the_control_alone():
     assert codec.encode(controls)[0] == pytest.approx([np.nan, 0.0, 0.0, 0.0], nan_ok=True)
 
 
+def test_an_infinite_action_is_clipped():
+    codec = ActionCodec(LIMITS)
+    for infinite, end in ((np.inf, 1.0), (-np.inf, -1.0)):
+        assert codec.decode([[infinite] * 4]).plant(0) == codec.decode([[end] * 4]).plant(0)
+
+
 def test_controls_outside_the_limits_encode_as_the_nearest_action():
     assert ActionCodec(LIMITS).encode(Controls.of(token_budget=1, memory_target=2.0))[0, :2].tolist() == [-1, 1]
+
+
+def same_bits(one, other):
+    """Whether two arrays are equal to the last bit, every NaN being the same."""
+    one, other = (np.where(np.isnan(x), np.nan, x).tobytes() for x in (one, other))
+    return one == other
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrays(np.float64, len(TELEMETRY_FIELDS), elements=any_float), arrays(np.float64, 2, elements=any_float))
+def test_compiled_and_interpreted_frames_agree_to_the_last_bit(row, weights):
+    codec = ObservationCodec(weights=2)
+    compiled = np.full(codec.frame_size, np.nan, dtype=np.float32)
+    COMPILED_ENCODE(row, codec.frame_table, weights, compiled)
+    assert same_bits(compiled, codec.encode(Telemetry.from_rows(row[None]), weights)[0])
+    assert np.abs(compiled).max() <= 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrays(np.float64, 4, elements=st.one_of(any_float, st.floats(-1, 1))))
+def test_compiled_and_interpreted_actions_agree_to_the_last_bit(action):
+    for limits in (LIMITS, ControlLimits()):  # with and without a power limit
+        codec, compiled = ActionCodec(limits), np.zeros(len(CONTROL_FIELDS))
+        COMPILED_DECODE(action, codec.bounds, compiled)
+        assert same_bits(compiled, codec.decode(action[None]).rows()[0])
 
 
 def test_bad_settings_are_refused_by_name():
@@ -124,3 +164,5 @@ def test_bad_settings_are_refused_by_name():
         ObservationCodec(history=0)
     with pytest.raises(ConfigError, match="token_bugdet"):
         ActionCodec(controls=("token_bugdet",))
+    with pytest.raises(ValueError, match=r"\(n, 4\)"):
+        ActionCodec().decode([0.0, 0.0, 0.0, 0.0])

@@ -273,3 +273,9 @@ def test_a_resumed_guard_decides_the_same():
     telemetry = measured(time=[3.0, 3.0], token_budget=[250, 500], num_workers=2)
     first, second = (decide(g, telemetry, token_budget=9000, num_workers=7).controls for g in (guard, resumed))
     assert [first.plant(i) for i in range(2)] == [second.plant(i) for i in range(2)]
+
+
+def test_a_state_with_more_in_it_than_is_needed_is_taken_over():
+    guard, resumed = _used_guard(1), SafetyGuard(LIMITS)
+    resumed.load_state_dict(guard.state_dict() | {"fraction": [0.5]})
+    assert json.dumps(resumed.state_dict()) == json.dumps(guard.state_dict())

@@ -1,14 +1,16 @@
 """Length distributions, and the table of what packing costs against the planner itself."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftcruise.envs.plants import compiling
 from swiftcruise.envs.plants.lengths import Gamma, Lengths, Lognormal, Uniform
-from swiftcruise.envs.plants.packing import PackingTable
+from swiftcruise.envs.plants.packing import BUDGETS, CAPS, CLASSES, COLUMNS, STEP, PackingTable, read_all
 from swiftcruise.runtime.errors import ConfigError
 from swiftcruise.runtime.planner import pack
 
@@ -87,7 +89,7 @@ def test_what_is_no_distribution_is_refused(bad):
 
 
 @pytest.mark.parametrize("lengths", [CHAT.limited(2048), BURSTS.limited(2048)], ids=["chat", "bursts"])
-@pytest.mark.parametrize("samples", [1, 3, 16])
+@pytest.mark.parametrize("samples", [1, 3, 16, 40])
 def test_the_packing_table_agrees_with_the_planner(lengths, samples):
     table = PackingTable.build(lengths, samples)
     rng = np.random.default_rng(7)
@@ -108,6 +110,94 @@ def test_the_packing_table_agrees_with_the_planner(lengths, samples):
 def test_outside_its_grid_the_packing_table_gives_its_edge():
     table = PackingTable.build(CHAT.limited(500), 4, draws=8)
     assert table.at(1e-3) == table.at(1)
-    assert table.at(math.inf, math.inf) == table.at(1e12, 4)
+    assert table.at(math.inf, math.inf) == table.at(1e12, 4) == table.at(math.nan, math.nan)
     assert table.at(math.inf)["micro_batches"] == 1
     assert table.at(1)["padded_tokens"] == table.at(1)["real_tokens"]
+
+
+@st.composite
+def optimizer_steps(draw):
+    samples, count = draw(st.integers(1, 30)), draw(st.integers(1, 3))
+    of_a_step = st.lists(st.integers(1, 5000), min_size=samples, max_size=samples)
+    return draw(st.lists(of_a_step, min_size=count, max_size=count))
+
+
+@settings(deadline=None)  # the first one compiles
+@given(optimizer_steps(), st.data())
+def test_on_its_grid_the_packing_table_is_what_the_planner_does(steps, data):
+    table = PackingTable.of_steps(np.array(steps))
+    cap = data.draw(st.sampled_from(table.caps.tolist()))
+    budget = 2.0 ** (table.low + STEP * data.draw(st.integers(max(0, math.ceil(-table.low / STEP)), BUDGETS - 1)))
+    plans = [pack(step, token_budget=budget, micro_batch_cap=cap) for step in steps]
+    batches = sorted((batch for plan in plans for batch in plan), key=lambda batch: (batch.tokens, -batch.length))
+    found = table.at(budget, cap)
+
+    def mean(values):
+        return pytest.approx(sum(values) / len(steps), rel=1e-9)
+
+    assert found["micro_batches"] == mean([len(batches)])
+    assert found["real_tokens"] == mean(map(sum, steps))
+    assert found["padded_tokens"] == mean(batch.tokens for batch in batches)
+    assert found["token_lengths"] == mean(batch.tokens * batch.length for batch in batches)
+    assert found["largest_tokens"] == mean(max(batch.tokens for batch in plan) for plan in plans)
+    assert found["longest"] == mean(map(max, steps))
+    edges = np.linspace(0, len(batches), CLASSES + 1)
+    for name, values in (
+        ("class_tokens", [batch.tokens for batch in batches]),
+        ("class_token_lengths", [batch.tokens * batch.length for batch in batches]),
+    ):
+        up_to_edge = np.interp(edges, np.arange(len(batches) + 1), np.cumsum([0, *values]))
+        classes = [found[f"{name}_{group}"] for group in range(CLASSES)]
+        assert classes == pytest.approx(np.diff(up_to_edge) * CLASSES / len(batches), rel=1e-9)
+
+
+@functools.cache
+def tables():
+    return [PackingTable.build(CHAT.limited(500), samples, draws=8) for samples in (1, 5, CAPS + 20)]
+
+
+which_table = st.integers(0, 2)
+unlimited = st.sampled_from([math.inf, math.nan])
+budgets, caps = st.floats(0.1, 1e6) | unlimited, st.floats(1, 50) | unlimited
+
+
+@settings(deadline=None)
+@given(which_table, budgets, caps)
+def test_the_classes_of_micro_batches_ascend_and_make_up_all_of_them_anywhere(which, budget, cap):
+    found = tables()[which].at(budget, cap)
+    sizes = [found[f"class_tokens_{group}"] for group in range(CLASSES)]
+    attention = [found[f"class_token_lengths_{group}"] for group in range(CLASSES)]
+    assert sizes == sorted(sizes)
+    assert np.mean(sizes) * found["micro_batches"] == pytest.approx(found["padded_tokens"])
+    assert np.mean(attention) * found["micro_batches"] == pytest.approx(found["token_lengths"])
+
+
+@settings(deadline=None)
+@given(st.integers(40, 62), st.integers(0, CAPS - 2), st.floats(0, 1), st.floats(0, 1))
+def test_between_its_grid_points_the_packing_table_is_linear_in_log_budget_and_in_cap(i, j, u, v):
+    table = tables()[2]
+
+    def padded_tokens(u, v):
+        cap = table.caps[j] * (1 - v) + table.caps[j + 1] * v
+        return table.at(2 ** (table.low + STEP * (i + u)), cap)["padded_tokens"]
+
+    few, many = (padded_tokens(0, k) * (1 - u) + padded_tokens(1, k) * u for k in (0, 1))
+    assert padded_tokens(u, v) == pytest.approx(few * (1 - v) + many * v)
+
+
+@settings(deadline=None)
+@given(which_table, budgets, caps)
+def test_stacked_and_compiled_packing_tables_read_the_same_to_the_last_bit(which, budget, cap):
+    stack, out = PackingTable.stack(tables()), np.empty(len(COLUMNS))
+    COMPILED_READ(stack.values, stack.caps, stack.low, stack.step, which, budget, cap, out)
+    assert dict(zip(COLUMNS, out.tolist(), strict=True)) == tables()[which].at(budget, cap)
+
+
+COMPILED_READ = compiling.compiled(read_all)
+
+
+def test_equal_lengths_of_more_samples_than_caps_make_a_table():
+    table = PackingTable.build(Lengths.fixed(100), CAPS + 13, draws=2)
+    assert table.at(math.inf)["micro_batches"] == 1
+    assert table.at(math.inf, 4)["micro_batches"] == math.ceil((CAPS + 13) / 4)
+    assert table.at(100)["padded_tokens"] == table.at(100)["real_tokens"]

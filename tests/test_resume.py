@@ -35,7 +35,7 @@ def test_controller_guard_memory_model_and_filters_continue_as_they_were(tmp_pat
     again = json.loads(json.dumps(second.state_dict()))
     for part in ("loop", "fill", "controls"):
         assert json.dumps(again[part]) == json.dumps(saved[part])  # as text: NaN equals NaN
-    assert np.isfinite(second.guard._ceiling).any()
+    assert np.isfinite(second.guard.state_dict()["ceiling"]).any()
     assert second.model.observations[0] == first.model.observations[0] > 0
 
 

@@ -122,6 +122,7 @@ def test_a_directory_removed_in_mid_run_costs_the_run_one_warning(tmp_path, capl
     writer_thread_ended = threading.Event()  # TensorBoard writes in a thread, which dies of the first error
     monkeypatch.setattr(threading, "excepthook", lambda args: writer_thread_ended.set())
     board = CruiseBoard(tmp_path / "runs")
+    board.flush()  # the thread opens its file now, not in the middle of the removal
     shutil.rmtree(tmp_path / "runs")
     board.interval(0, EVERYTHING, Controls.of())
     board.flush()

@@ -1,40 +1,72 @@
-"""Compiles the scalar physics with numba, where that is installed.
+"""Compiles scalar kernels with numba: the same source runs interpreted in a live training and compiled in the lab.
 
-numba is optional: without it the same functions run interpreted and give the same numbers to the last bit.
+Compilation is strict (no fast-math): the order of operations is that of the source, and both ways give the same
+numbers to the last bit. ``NUMBA_DISABLE_JIT=1`` runs everything interpreted, for debugging.
+
+Compiled code is kept on disk. numba looks only at the file of the function itself when it decides whether that is still
+valid, so the folder is named after a digest of every source that kernels come from.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
-from . import packing, physics
+import numba
+from numba.extending import register_jitable
+
+from ...runtime import planner
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-AVAILABLE = find_spec("numba") is not None  #: whether `compiled` compiles
+_SOURCES = (Path(planner.__file__).parent, Path(__file__).parent.parent)
+
+
+def register(*functions: Callable[..., Any]) -> None:
+    """Let compiled code call these plain functions (callees first)."""
+    for function in functions:
+        _register(function)
 
 
 @cache
-def _known_to_numba() -> bool:
-    from numba.extending import register_jitable  # pyright: ignore[reportMissingImports]
-
-    for function in (*physics.FUNCTIONS, packing.interpolate):
-        register_jitable(function)
-    return True
+def _register(function: Callable[..., Any]) -> None:
+    register_jitable(function)
 
 
-def compiled(function: Function) -> Function:
-    """`function` compiled by numba; unchanged where numba is missing.
+def compiled(function: Function, *, allocates: bool = True) -> Function:
+    """`function` compiled by numba at its first call; what it calls must have been given to `register`.
 
-    It may call everything in `physics.FUNCTIONS`, and `packing.interpolate`. Compilation is strict: no fast-math, so
-    the order of operations is that of the source.
+    It runs without Python's global lock, so that threads can share the plants between them.
+
+    Args:
+        function: To be compiled.
+        allocates: Whether it makes arrays. One that does not is spared the counting of references to rows.
     """
-    if not AVAILABLE:
-        return function
-    import numba  # pyright: ignore[reportMissingImports]
+    directory = cache_directory()
+    before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # read when a function is decorated
+    numba.config.CACHE_DIR = before or str(directory or "")  # type: ignore[attr-defined]
+    try:
+        kept = bool(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
+        kept = kept and Path(function.__code__.co_filename).is_file()  # not typed in at a prompt
+        return numba.njit(cache=kept, error_model="numpy", nogil=True, _nrt=allocates)(function)  # type: ignore[return-value]
+    finally:
+        numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
 
-    _known_to_numba()
-    return numba.njit(function)  # type: ignore[return-value]
+
+@cache
+def cache_directory() -> Path | None:
+    """Where compiled code is kept, in the user's cache; None where that cannot be written."""
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(path for folder in _SOURCES for path in folder.rglob("*.py")):
+        digest.update(source.read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = home / "swiftcruise" / "kernels" / digest.hexdigest()[:16]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return directory if os.access(directory, os.W_OK) else None

@@ -186,6 +186,18 @@ def time_coefficients(
     )
 
 
+def device_seconds(coefficients: TimeCoefficients, tokens: float, length: float, checkpointed: float) -> float:
+    """Time that the device computes for a micro-batch, s. Arguments as in `micro_batch_seconds`."""
+    c = coefficients
+    g = checkpointed
+    return (
+        tokens * (c.token + c.token_g * g)
+        + tokens * length * (c.token_length + c.token_length_g * g + c.score + c.score_g * g)
+        + c.fixed
+        + c.fixed_g * g
+    )
+
+
 def micro_batch_seconds(coefficients: TimeCoefficients, tokens: float, length: float, checkpointed: float) -> float:
     """Time of one forward and backward pass, s.
 
@@ -200,15 +212,9 @@ def micro_batch_seconds(coefficients: TimeCoefficients, tokens: float, length: f
         checkpointed: Share g of the layers that is checkpointed, 0..1.
     """
     c = coefficients
-    g = checkpointed
-    device = (
-        tokens * (c.token + c.token_g * g)
-        + tokens * length * (c.token_length + c.token_length_g * g + c.score + c.score_g * g)
-        + c.fixed
-        + c.fixed_g * g
-    )
-    launch = c.launch + c.launch_g * g
-    weights = c.weights + c.weights_g * g
+    device = device_seconds(c, tokens, length, checkpointed)
+    launch = c.launch + c.launch_g * checkpointed
+    weights = c.weights + c.weights_g * checkpointed
     return math.sqrt(device * device + launch * launch + weights * weights)
 
 
@@ -336,6 +342,24 @@ def least_checkpointing(
     return min(1.0, math.ceil(excess / saved * layers - 1e-9) / layers)
 
 
+def fitting_tokens(
+    coefficients: MemoryCoefficients, length: float, checkpointed: float, fragmentation: float, limit_bytes: float
+) -> float:
+    """Most padded tokens of a micro-batch whose peak keeps `limit_bytes`; 0 where none does.
+
+    Arguments as in `least_checkpointing`; the inverse of the peak over tokens.
+    """
+    c = coefficients
+    room = limit_bytes - c.static
+    if c.step > room:
+        return 0.0
+    kept = c.stored + c.stored_score * length
+    kept += (min(c.checkpointed, kept) - kept) * checkpointed
+    around_loss = (room - fragmentation * c.head_gradient) / (kept + fragmentation * c.logits)
+    within_layer = room / (kept + fragmentation * (c.layer + c.layer_score * length))
+    return max(0.0, min(around_loss, within_layer))
+
+
 class PowerCurve(NamedTuple):
     """How a device answers to a power limit. Powers are in units of its thermal design power."""
 
@@ -393,9 +417,10 @@ def saturating_seconds(fixed: float, per_sample: float, batch: float, sharpness:
     return math.pow(math.pow(fixed, sharpness) + math.pow(batch * per_sample, sharpness), 1.0 / sharpness)
 
 
-#: What `compiling` hands to numba, callees before callers.
+#: All of them, for `compiling.register`, callees before callers.
 FUNCTIONS = (
     time_coefficients,
+    device_seconds,
     micro_batch_seconds,
     memory_coefficients,
     stored_bytes,
@@ -404,6 +429,7 @@ FUNCTIONS = (
     reserved_bytes,
     runs_out_of_memory,
     least_checkpointing,
+    fitting_tokens,
     limited_share,
     slowdown,
     busy_power,

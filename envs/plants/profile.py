@@ -94,6 +94,7 @@ class HardwareProfile(_Profile):
 
     name: str
     description: str
+    accelerator: bool = Field(default=True, description="whether it has NVML's sensors and a power limit; false: a CPU")
     flops: Positive = Field(description="peak dense matrix throughput in training precision, FLOP/s")
     bandwidth: Positive = Field(description="peak memory bandwidth, bytes/s")
     memory_gib: Positive = Field(description="memory that a process can reserve, GiB")

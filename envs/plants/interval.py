@@ -1,0 +1,518 @@
+"""One control interval of a simulated training: scalar functions, interpreted or compiled.
+
+The state carries what makes control more than a choice of settings: fragmentation of the allocator's cache, which
+changing budgets build up and a costly flush removes; the heat of the sink; leaked memory; what the run's own memory
+model believes. Symbols and equations of time, memory and power: `physics`. What is added here and has no measurement
+behind it is marked *assumed*.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...runtime.controls import CONTROL_FIELDS
+from ...runtime.telemetry import TELEMETRY_FIELDS
+from ..scenarios import disturbances
+from . import physics
+from .packing import CLASSES, COLUMNS, read_all
+from .random_numbers import bell, uniform
+
+_BUDGET = CONTROL_FIELDS.index("token_budget")
+_CAP = CONTROL_FIELDS.index("micro_batch_cap")
+_TARGET = CONTROL_FIELDS.index("memory_target")
+_FRACTION = CONTROL_FIELDS.index("checkpoint_fraction")
+_WORKERS = CONTROL_FIELDS.index("num_workers")
+_POWER = CONTROL_FIELDS.index("power_limit_w")
+_THREADS = CONTROL_FIELDS.index("cpu_threads")
+_CONTROLS = len(CONTROL_FIELDS)
+
+_MICRO_BATCHES = COLUMNS.index("micro_batches")
+_REAL = COLUMNS.index("real_tokens")
+_PADDED = COLUMNS.index("padded_tokens")
+_LARGEST = COLUMNS.index("largest_tokens")
+_CLASS_TOKENS = COLUMNS.index("class_tokens_0")
+_CLASS_LENGTHS = COLUMNS.index("class_token_lengths_0")
+_COLUMNS = len(COLUMNS)
+
+# Telemetry columns.
+_T_TIME = TELEMETRY_FIELDS.index("time_s")
+_T_INTERVAL = TELEMETRY_FIELDS.index("interval_s")
+_T_STEPS = TELEMETRY_FIELDS.index("optimizer_steps")
+_T_SAMPLES = TELEMETRY_FIELDS.index("samples")
+_T_REAL = TELEMETRY_FIELDS.index("real_tokens")
+_T_PADDED = TELEMETRY_FIELDS.index("padded_tokens")
+_T_SPEED = TELEMETRY_FIELDS.index("tokens_per_s")
+_T_STEP_TIME = TELEMETRY_FIELDS.index("step_time_s")
+_T_WAIT = TELEMETRY_FIELDS.index("data_wait_fraction")
+_T_MICRO_BATCHES = TELEMETRY_FIELDS.index("micro_batches_per_step")
+_T_LARGEST = TELEMETRY_FIELDS.index("largest_micro_batch")
+_T_UTILIZATION = TELEMETRY_FIELDS.index("gpu_utilization")
+_T_FILL = TELEMETRY_FIELDS.index("fill")
+_T_PEAK = TELEMETRY_FIELDS.index("memory_peak_fraction")
+_T_DEVICE = TELEMETRY_FIELDS.index("memory_device_fraction")
+_T_CREEP = TELEMETRY_FIELDS.index("memory_creep")
+_T_RETRIES = TELEMETRY_FIELDS.index("allocation_retries")
+_T_OOM = TELEMETRY_FIELDS.index("oom_count")
+_T_POWER = TELEMETRY_FIELDS.index("power_w")
+_T_ENERGY = TELEMETRY_FIELDS.index("energy_j")
+_T_TEMPERATURE = TELEMETRY_FIELDS.index("temperature_c")
+_T_CLOCK = TELEMETRY_FIELDS.index("clock_fraction")
+_T_THROTTLED = TELEMETRY_FIELDS.index("throttled")
+_T_NEIGHBOURS = TELEMETRY_FIELDS.index("neighbours")
+_T_HOST = TELEMETRY_FIELDS.index("host_cpu_fraction")
+_T_OTHERS_HOST = TELEMETRY_FIELDS.index("neighbour_cpu_fraction")
+_T_UPCOMING_MEAN = TELEMETRY_FIELDS.index("upcoming_mean")
+_T_UPCOMING_P95 = TELEMETRY_FIELDS.index("upcoming_p95")
+_T_UPCOMING_MAX = TELEMETRY_FIELDS.index("upcoming_max")
+_T_FIT_0 = TELEMETRY_FIELDS.index("fit_tokens_uncheckpointed")
+_T_FIT_1 = TELEMETRY_FIELDS.index("fit_tokens_checkpointed")
+_T_FRACTION = TELEMETRY_FIELDS.index("checkpoint_fraction")
+_T_PROGRESS = TELEMETRY_FIELDS.index("job_progress")
+_T_BUDGET_USED = TELEMETRY_FIELDS.index("energy_budget_used")
+_T_TEMPERATURE_LIMIT = TELEMETRY_FIELDS.index("temperature_limit_c")
+_T_CONTROLS = np.array([TELEMETRY_FIELDS.index(name) for name in CONTROL_FIELDS])
+_TELEMETRY = len(TELEMETRY_FIELDS)
+
+#: Nodes of the tables of longest samples (equally likely steps) and of the power curve.
+NODES = 64
+
+# Random streams beyond those of the disturbances (1 to 15).
+_LONGEST, _HIDDEN_LONGEST, _PREVIEW, _TIME, _POWER_NOISE, _MODEL, _SILENCE, _START = 20, 21, 22, 23, 24, 25, 26, 27
+
+_MARGIN = 1.03  # of the run's memory model, see runtime.memory_model
+_MOST_CAUTION, _CAUTION_FADES = 8.0, math.log(0.998)  # after an out-of-memory event; a micro-batch
+_MODEL_LEARNS = 0.15  # share of the memory model's error that an interval's peaks remove (assumed)
+_MODEL_NOISE = 0.01  # its error from then on
+_USUAL_GROWTH, _CHANGE_GROWTH = 0.05, 0.4  # fragmentation: share of the way an interval, and an octave (assumed)
+_TIME_NOISE = 0.005  # of the mean over an interval; single runs repeat within 0.4 % (ms-swift's tables)
+_POWER_SIGMA = 0.025  # of the power sensor (Zeus's traces at 2 s: 2-3 %)
+_MEMORY_ALARM = 0.95  # peak of all processes that counts as a violation, fraction of capacity
+_PACE_SLACK = 0.02  # share of an energy budget that may be used ahead of time
+_THROTTLING_COST = 1.15  # time of a step when heat sets the clock, over that under a limit that keeps cool (assumed)
+_SMOOTH = 0.1  # data wait starts this share of the compute time before loading becomes slower
+_RETUNED = 0.1  # octaves of budget that need no retuning
+
+
+def longest_sample(quantiles: np.ndarray, chance: float) -> float:
+    """Length of an interval's longest sample, tokens.
+
+    Args:
+        quantiles: (NODES,) its quantiles at equal steps from 0 to 1.
+        chance: Uniform on (0, 1).
+    """
+    y = chance * (NODES - 1.0)
+    i = min(int(y), NODES - 2)
+    return quantiles[i] + (quantiles[i + 1] - quantiles[i]) * (y - i)
+
+
+def foresee(c: Any, s: Any, longest: np.ndarray, interval: int) -> None:
+    """Move the conditions on: the interval to come is the one that was foreseen, and another is drawn after it.
+
+    Args:
+        c: Constants of the scenario.
+        s: State; its `then` becomes `now`.
+        longest: (2, NODES) quantiles of the longest of the samples that the preview shows, and of the others.
+        interval: Number of the interval that is drawn, from 0.
+    """
+    x = s.then
+    _copy_conditions(x, s.now)
+    disturbances.advance(c.disturbances, s.memory, x, s.key, interval)
+    previewed = longest_sample(longest[0], uniform(s.key, _LONGEST, interval))
+    all_samples = previewed
+    if c.preview_share < 1.0:
+        all_samples = max(previewed, longest_sample(longest[1], uniform(s.key, _HIDDEN_LONGEST, interval)))
+    x.longest = max(1.0, math.floor(min(all_samples * x.length_scale, c.max_length)))
+    x.previewed = max(1.0, math.floor(min(previewed * x.length_scale, c.max_length)))
+
+
+def _copy_conditions(source: Any, target: Any) -> None:
+    target.length_scale = source.length_scale
+    target.preparation = source.preparation
+    target.disk = source.disk
+    target.network = source.network
+    target.straggler = source.straggler
+    target.ambient_c = source.ambient_c
+    target.cooling = source.cooling
+    target.neighbours = source.neighbours
+    target.neighbour_memory = source.neighbour_memory
+    target.neighbour_compute = source.neighbour_compute
+    target.host_load = source.host_load
+    target.evaluation = source.evaluation
+    target.evaluation_memory = source.evaluation_memory
+    target.creep = source.creep
+    target.longest = source.longest
+    target.previewed = source.previewed
+
+
+def length_scale(c: Any, x: Any) -> float:
+    """Lengths of the samples relative to those of the packing table; a mean close to `max_length` cannot grow."""
+    return min(x.length_scale, max(1.0, 0.9 * c.max_length / c.mean_length))
+
+
+def begin(c: Any, s: Any, longest: np.ndarray, key: np.uint64, scenario: int) -> None:
+    """Start an episode: cold sink, empty cache, nothing learned, the first two intervals' conditions drawn."""
+    s.key = key
+    s.scenario = scenario
+    s.interval = 0
+    s.time_s = s.energy_j = s.creep = s.ended = 0.0
+    s.tokens_per_s = s.interval_j = s.real_tokens = s.wall_s = s.ooms = s.memory_share = 0.0
+    s.fragmentation = c.least_fragmentation
+    s.caution = 1.0
+    s.memory_error = c.memory_error
+    disturbances.calm(s.memory)
+    foresee(c, s, longest, 0)
+    foresee(c, s, longest, 1)
+    s.temperature_c = c.ambient_c + s.now.ambient_c + (5.0 + 10.0 * uniform(key, _START, 0))
+
+
+def belief(s: Any) -> float:
+    """What the run's memory model takes activations for, relative to the truth, its margin included."""
+    return _MARGIN * s.caution * math.exp(s.memory_error)
+
+
+def fitting_tokens(c: Any, s: Any, believed: float, length: float, checkpointed: float, target: float) -> float:
+    """Most tokens of a micro-batch that the run's memory model expects to keep `target` (fraction of capacity)."""
+    limit = c.memory.static + ((target - s.creep) * c.capacity - c.memory.static) / believed
+    return physics.fitting_tokens(c.memory, length, checkpointed, c.least_fragmentation, limit)
+
+
+def least_checkpointing(
+    c: Any, s: Any, believed: float, tokens: float, length: float, fixed: float, target: float
+) -> float:
+    """Checkpointed share of layers that the run gives a micro-batch: the `fixed` one, or the least for `target`."""
+    if fixed == fixed:
+        return fixed
+    limit = c.memory.static + ((target - s.creep) * c.capacity - c.memory.static) / believed
+    return physics.least_checkpointing(c.memory, tokens, length, c.layers, c.least_fragmentation, limit)
+
+
+def passes(
+    c: Any,
+    s: Any,
+    believed: float,
+    columns: np.ndarray,
+    scale: float,
+    fixed: float,
+    target: float,
+    launch: float,
+    out: np.ndarray,
+) -> None:
+    """Mean over a step's micro-batches, by the table's classes: written to `out`.
+
+    Args:
+        c: Constants.
+        s: State.
+        believed: See `belief`.
+        columns: (len(COLUMNS),) of the packing table.
+        scale: Lengths relative to the table's.
+        fixed: Checkpointed share of the layers, NaN: the least for `target`.
+        target: Fraction of capacity.
+        launch: Host time, relative.
+        out: (3,) seconds of a micro-batch, device-bound seconds of it, token-weighted checkpointed share.
+    """
+    seconds = device = share = weight = 0.0
+    for k in range(CLASSES):
+        tokens = columns[_CLASS_TOKENS + k] * scale
+        length = columns[_CLASS_LENGTHS + k] * scale * scale / tokens
+        checkpointed = least_checkpointing(c, s, believed, tokens, length, fixed, target)
+        own = physics.device_seconds(c.time, tokens, length, checkpointed)
+        host = (c.time.launch + c.time.launch_g * checkpointed) * launch
+        reading = c.time.weights + c.time.weights_g * checkpointed
+        device += own
+        seconds += math.sqrt(own * own + host * host + reading * reading)
+        share += checkpointed * tokens
+        weight += tokens
+    out[0] = seconds / CLASSES
+    out[1] = device / CLASSES
+    out[2] = share / weight
+
+
+def under_limit(c: Any, curves: np.ndarray, activity: float, limit: float) -> tuple[float, float]:
+    """What a power limit does: share of the dynamic power that is drawn, and time relative to no limit.
+
+    Read from a table of `physics.limited_share` and `physics.slowdown` for a busy device. One that is less active draws
+    less dynamic power; what the limit leaves above the static power then counts for more.
+
+    Args:
+        c: Constants.
+        curves: (curves, 2, NODES) share and time at equal steps of `limit` from 0 to 1.
+        activity: Dynamic power relative to a busy device, 0..1.
+        limit: In units of the thermal design power.
+    """
+    static = c.power.static
+    y = min(max(static + (limit - static) / activity, 0.0), 1.0) * (NODES - 1.0)
+    i = min(int(y), NODES - 2)
+    shares, times = curves[c.curve, 0], curves[c.curve, 1]
+    part = y - i
+    return shares[i] + (shares[i + 1] - shares[i]) * part, times[i] + (times[i + 1] - times[i]) * part
+
+
+def run_interval(
+    c: Any,
+    s: Any,
+    controls: np.ndarray,
+    previous: np.ndarray,
+    values: np.ndarray,
+    caps: np.ndarray,
+    low: np.ndarray,
+    step: float,
+    curves: np.ndarray,
+    row: np.ndarray,
+    work: np.ndarray,
+) -> None:
+    """Train for one control interval under `s.now` and write its telemetry, but for what comes next (`tell_upcoming`).
+
+    Args:
+        c: Constants of the scenario.
+        s: State, moved on.
+        controls: (controls,) in force during the interval, NaN = no such actuator.
+        previous: (controls,) in force before.
+        values: Packing tables, see `packing.StackedTables`, as are `caps`, `low` and `step`.
+        caps: .
+        low: .
+        step: .
+        curves: See `under_limit`.
+        row: (telemetry fields,) written.
+        work: (len(COLUMNS) + 3,) scratch.
+    """
+    x = s.now
+    key, interval = s.key, s.interval
+    scale = length_scale(c, x)
+    target, fixed, workers = controls[_TARGET], controls[_FRACTION], controls[_WORKERS]
+
+    # What moving the actuators costs.
+    change = lost = 0.0
+    if controls[_BUDGET] != previous[_BUDGET]:
+        change = abs(math.log2(controls[_BUDGET] / previous[_BUDGET]))
+        if change > _RETUNED:
+            lost = c.retune_s * min(1.0, change)
+    if workers != previous[_WORKERS] and workers > 0.0:
+        lost += c.respawn_s
+    built_up = c.usual_fragmentation
+    built_up += (c.most_fragmentation - built_up) * min(1.0, change)
+    if built_up > s.fragmentation:
+        s.fragmentation += (built_up - s.fragmentation) * min(1.0, _USUAL_GROWTH + _CHANGE_GROWTH * change)
+
+    # The plan of a step. What is predicted not to fit is split beforehand; a sample that is longer runs alone.
+    believed = belief(s)
+    ceiling = fitting_tokens(c, s, believed, x.longest, fixed if fixed == fixed else 1.0, target)
+    budget = max(min(controls[_BUDGET], ceiling), 1.0)
+    columns = work[:_COLUMNS]
+    read_all(values, caps, low, step, c.table, budget / scale, controls[_CAP], columns)
+    micro_batches = columns[_MICRO_BATCHES]
+    real, padded = columns[_REAL] * scale, columns[_PADDED] * scale
+
+    # The host: cores are shared by launching, loader workers and other programs.
+    free = c.cores * (1.0 - x.host_load)
+    busy_cores = 1.0 + workers
+    crowding = max(1.0, busy_cores / max(free, 0.25))
+    means = work[_COLUMNS:]
+    passes(c, s, believed, columns, scale, fixed, target, crowding, means)
+    compute = micro_batches * means[0]
+    occupancy = min(1.0, means[1] / means[0])
+    if controls[_THREADS] == controls[_THREADS]:
+        # A CPU run: threads beyond the free cores do not help (Amdahl with a serial tenth, assumed).
+        threads = min(controls[_THREADS], max(free, 0.25))
+        compute *= 0.1 + 0.9 * c.cores / threads
+    compute = (compute + c.time.optimizer) / (1.0 - x.neighbour_compute)
+    compute *= 1.0 + c.noise * _TIME_NOISE * bell(key, _TIME, interval)
+
+    # Memory: the longest sample decides, alone or with as many of its like as the budget allows.
+    longest = x.longest
+    tokens = max(longest, min(budget, columns[_LARGEST] * scale))
+    checkpointed = least_checkpointing(c, s, believed, tokens, longest, fixed, target)
+    available = c.usable - (x.neighbour_memory + s.creep) * c.capacity
+    ooms = 0.0
+    while physics.runs_out_of_memory(c.memory, tokens, longest, checkpointed, c.least_fragmentation, available):
+        ooms += 1.0
+        if tokens <= longest and checkpointed >= 1.0:
+            s.ended = 1.0
+            break
+        # The run's memory model takes the failure as a measurement: at most twice as careful as before.
+        more = _caution(c, believed, tokens, longest, checkpointed, available)
+        s.caution = min(s.caution * more, _MOST_CAUTION)
+        believed = belief(s)
+        if tokens > longest:
+            tokens = max(longest, 0.5 * tokens)
+            checkpointed = max(checkpointed, least_checkpointing(c, s, believed, tokens, longest, fixed, target))
+        else:
+            checkpointed = 1.0
+    lost += ooms * (c.flush_s + 0.5 * compute)
+    allocated = physics.allocated_bytes(c.memory, tokens, longest, checkpointed)
+    reserved = physics.reserved_bytes(c.memory, tokens, longest, checkpointed, s.fragmentation, 1e18)
+    evaluation = c.memory.static + x.evaluation_memory * c.capacity if x.evaluation > 0.0 else 0.0
+    retries = 0.0
+    if ooms > 0.0:
+        s.fragmentation = c.least_fragmentation
+    elif reserved > available:
+        # The cache no longer fits: the allocator gives its blocks back, again and again as it builds up anew.
+        retries = math.ceil(4.0 * (reserved - available) / c.capacity + 1e-9)
+        s.fragmentation = c.least_fragmentation
+    lost += retries * c.flush_s
+    peak = min(max(allocated, evaluation) + s.creep * c.capacity, c.capacity)
+
+    # Power and heat. A throttled device holds its temperature, at a lower clock than a power limit would need.
+    activity = 0.35 + 0.65 * occupancy
+    limit = controls[_POWER] / c.power_w if controls[_POWER] == controls[_POWER] else 1.0
+    drawn, slow = under_limit(c, curves, activity, limit)
+    watts = c.power_w * (c.power.static + c.dynamic_power * activity * drawn)
+    ambient = c.ambient_c + x.ambient_c
+    resistance = c.thermal_resistance * x.cooling
+    settled = ambient + resistance * watts
+    throttled = 0.0
+    if settled > c.throttle_c:
+        if s.temperature_c < c.throttle_c:
+            cool = c.sink_seconds * math.log((settled - s.temperature_c) / (settled - c.throttle_c))
+            throttled = max(0.0, 1.0 - cool / c.interval_s)
+        else:
+            throttled = 1.0
+        holding = max((c.throttle_c - ambient) / (resistance * c.power_w), 0.05)
+        held, slowest = under_limit(c, curves, activity, min(limit, holding))
+        penalty = _THROTTLING_COST * slowest / slow
+        slow *= 1.0 + throttled * (penalty - 1.0)
+        watts += throttled * (c.power_w * (c.power.static + c.dynamic_power * activity * held) - watts)
+    compute *= slow
+
+    # Time of an optimizer step: the slowest rank, gradient synchronisation, and what loading adds.
+    compute = compute * c.imbalance * x.straggler + c.synchronisation_s * x.network
+    loading = c.samples * c.preparation_s * x.preparation * x.disk * crowding / max(workers, 1.0)
+    if workers > 0.0:
+        excess = loading - compute
+        smooth = _SMOOTH * compute
+        wait = 0.5 * (excess + math.sqrt(excess * excess + smooth * smooth))
+    else:
+        wait = loading
+    step_time = compute + wait
+    evaluating = x.evaluation * c.interval_s
+    if evaluation > available:
+        evaluating *= 2.0  # its batches are split
+    wall = max(c.interval_s, lost + evaluating + step_time)
+    steps = (wall - lost - evaluating) / step_time
+
+    computing = min(1.0, (steps * compute + evaluating) / wall)
+    mean_watts = c.idle_w + (watts - c.idle_w) * computing
+    heating = math.exp(-wall / c.sink_seconds)  # first-order heat, exact over the interval
+    settled = ambient + resistance * mean_watts
+    hottest = s.temperature_c
+    s.temperature_c = min(settled + (s.temperature_c - settled) * heating, max(c.throttle_c, ambient))
+    hottest = max(hottest, s.temperature_c)
+
+    # Memory that leaks, and what the run's memory model learns.
+    passed = steps * micro_batches
+    s.creep = min(s.creep + x.creep * passed / 1000.0, 0.9)
+    if s.caution > 1.0:
+        s.caution = 1.0 + (s.caution - 1.0) * math.exp(passed * _CAUTION_FADES)
+    s.memory_error += _MODEL_LEARNS * (_MODEL_NOISE * c.noise * bell(key, _MODEL, interval) - s.memory_error)
+
+    s.time_s += wall
+    s.interval_j = mean_watts * wall * c.ranks
+    s.energy_j += s.interval_j
+    s.real_tokens = steps * real * c.ranks
+    s.tokens_per_s = s.real_tokens / wall
+    s.wall_s = wall
+    s.ooms = ooms
+    s.memory_share = min(peak / c.capacity + x.neighbour_memory, 1.0)
+    s.interval = interval + 1
+
+    # Telemetry of one rank, as its sensors show it.
+    nan = math.nan
+    for i in range(_TELEMETRY):
+        row[i] = nan
+    for i in range(_CONTROLS):
+        row[_T_CONTROLS[i]] = controls[i]
+    row[_T_TIME] = s.time_s
+    row[_T_INTERVAL] = wall
+    row[_T_STEPS] = steps
+    row[_T_SAMPLES] = steps * c.samples
+    row[_T_REAL] = steps * real
+    row[_T_PADDED] = steps * padded
+    row[_T_SPEED] = steps * real / wall
+    row[_T_STEP_TIME] = step_time
+    row[_T_WAIT] = steps * wait / wall
+    row[_T_MICRO_BATCHES] = micro_batches
+    row[_T_LARGEST] = tokens
+    row[_T_FILL] = min(1.0, (c.time.token + c.time.token_g * means[2]) * padded * steps / wall)
+    row[_T_FRACTION] = means[2]
+    row[_T_PEAK] = peak / c.capacity
+    row[_T_DEVICE] = s.memory_share
+    row[_T_CREEP] = x.creep
+    row[_T_RETRIES] = retries
+    row[_T_OOM] = ooms
+    row[_T_NEIGHBOURS] = x.neighbours
+    row[_T_HOST] = min(1.0, x.host_load + (1.0 + min(workers, loading * workers / step_time)) / c.cores)
+    row[_T_OTHERS_HOST] = x.host_load
+    row[_T_PROGRESS] = s.interval / c.horizon
+    if c.energy_budget_j < math.inf:
+        row[_T_BUDGET_USED] = s.energy_j / c.energy_budget_j
+    row[_T_TEMPERATURE_LIMIT] = c.temperature_limit_c
+    if c.accelerator > 0.0 and not (c.dropout > 0.0 and uniform(key, _SILENCE, interval) < c.dropout):
+        # NVML tells whether some kernel was running, in whole percent; a neighbour's count as well.
+        kernels = min(1.0, computing + x.neighbour_compute)
+        row[_T_UTILIZATION] = math.floor(100.0 * (1.0 - (1.0 - kernels) * (1.0 - 0.5 * kernels)) + 0.5) / 100.0
+        measured = mean_watts * (1.0 + c.noise * _POWER_SIGMA * bell(key, _POWER_NOISE, interval))
+        row[_T_POWER] = measured
+        row[_T_ENERGY] = measured * wall
+        row[_T_TEMPERATURE] = math.floor(hottest + 0.5)
+        row[_T_CLOCK] = 1.0 / slow
+        row[_T_THROTTLED] = throttled
+
+
+def _caution(c: Any, believed: float, tokens: float, length: float, checkpointed: float, available: float) -> float:
+    """Factor by which the memory model's prediction falls short of what just failed, 1 to 2 (see observe_oom)."""
+    activations = physics.stored_bytes(c.memory, tokens, length, checkpointed)
+    activations += c.least_fragmentation * physics.transient_bytes(c.memory, tokens, length)
+    predicted = activations * believed
+    needed = available - c.memory.static
+    return min(max(needed / predicted, 1.1), 2.0)
+
+
+def tell_upcoming(c: Any, s: Any, row: np.ndarray) -> None:
+    """Write to the telemetry what is known of the interval to come (`s.now`), and what the memory model fits in."""
+    x = s.now
+    length = c.max_length
+    if c.preview_share > 0.0:
+        told = math.exp(c.preview_error * bell(s.key, _PREVIEW, s.interval)) if c.preview_error > 0.0 else 1.0
+        scale = length_scale(c, x)
+        length = max(1.0, math.floor(x.previewed * told))
+        row[_T_UPCOMING_MEAN] = min(c.mean_length * scale * told, length)
+        row[_T_UPCOMING_P95] = min(c.p95_length * scale * told, length)
+        row[_T_UPCOMING_MAX] = length
+    others = max(row[_T_DEVICE] - row[_T_PEAK], 0.0)
+    room = 0.9 - others
+    believed = belief(s)
+    row[_T_FIT_0] = fitting_tokens(c, s, believed, length, 0.0, room)
+    row[_T_FIT_1] = fitting_tokens(c, s, believed, length, 1.0, room)
+
+
+def violation(c: Any, s: Any) -> float:
+    """How badly the last interval broke a limit, 0 (kept all) to 1: memory, temperature, energy ahead of its budget."""
+    worst = 1.0 if s.ooms > 0.0 or s.memory_share > _MEMORY_ALARM else 0.0
+    if c.temperature_limit_c == c.temperature_limit_c and s.temperature_c > c.temperature_limit_c:
+        worst = max(worst, min(1.0, 0.2 + 0.1 * (s.temperature_c - c.temperature_limit_c)))
+    if c.energy_budget_j < math.inf:
+        ahead = s.energy_j / c.energy_budget_j - s.interval / c.horizon - _PACE_SLACK
+        if ahead > 0.0:
+            worst = max(worst, min(1.0, 0.2 + 10.0 * ahead))
+    return worst
+
+
+#: For `compiling.register`, callees before callers (besides those of `physics`, `packing`, `random_numbers`, ...).
+FUNCTIONS = (
+    longest_sample,
+    length_scale,
+    _copy_conditions,
+    foresee,
+    begin,
+    belief,
+    fitting_tokens,
+    least_checkpointing,
+    passes,
+    under_limit,
+    _caution,
+    run_interval,
+    tell_upcoming,
+    violation,
+)

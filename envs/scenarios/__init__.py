@@ -1,0 +1,1 @@
+"""Scenarios: workload, hardware, disturbances and budgets of a simulated training, and frozen splits of them."""
