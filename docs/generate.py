@@ -54,8 +54,8 @@ def simple(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 def number(value: float, scale: str = "linear") -> str:
     """A bound, as a power of two where it is one and the scale is logarithmic."""
-    exponent = math.log2(value) if value > 0.0 else 0.5
-    return f"2^{exponent:.0f}" if scale == "log2" and exponent == int(exponent) else f"{value:g}"
+    exponent = math.log2(value) if value > 0.0 else 0.0
+    return f"2^{exponent:.0f}" if scale == "log2" and exponent and exponent.is_integer() else f"{value:g}"
 
 
 ACTION_HEAD = ("index", "control", "meaning", "unit", "at -1", "at 1", "scale")
@@ -149,7 +149,7 @@ def interval_table() -> str:
     rows: list[tuple[str, float, str, str]] = [
         ("MARGIN", interval._MARGIN, "margin on the run's memory model", "as in `runtime.memory_model`"),
         ("MODEL_LEARNS", interval._MODEL_LEARNS, "share of its error that an interval removes", "assumed"),
-        ("MODEL_NOISE", interval._MODEL_NOISE, "standard deviation of what is left of it", "assumed"),
+        ("MODEL_NOISE", interval._MODEL_NOISE, "standard deviation of the noise that it then follows", "assumed"),
         ("MOST_CAUTION", interval._MOST_CAUTION, "greatest `caution` after out-of-memory events", "assumed"),
         (
             "CAUTION_FADES",
@@ -165,9 +165,19 @@ def interval_table() -> str:
         ("FLUSH_S", assembly.FLUSH_S, "seconds to give back the allocator's blocks", "assumed"),
         ("SMOOTH", interval._SMOOTH, "width of the corner between computing and loading", "assumed"),
         ("THROTTLING_COST", interval._THROTTLING_COST, "time under heat over that under a power limit", "assumed"),
-        ("TIME_NOISE", interval._TIME_NOISE, "of a step's time, relative", "measured: runs of ms-swift's tables repeat so"),
-        ("POWER_SIGMA", interval._POWER_SIGMA, "of the power sensor, relative", "measured: Zeus's traces at 2 s, 2-3 %"),
-        ("MEMORY_ALARM", interval._MEMORY_ALARM, "memory of all processes that breaks the limit", "set"),
+        (
+            "TIME_NOISE",
+            interval._TIME_NOISE,
+            "of a step's time, relative",
+            "measured: ms-swift's tables repeat within 0.4 %",
+        ),
+        (
+            "POWER_SIGMA",
+            interval._POWER_SIGMA,
+            "of the power sensor, relative",
+            "measured: Zeus's traces at 2 s, 2-3 %",
+        ),
+        ("MEMORY_ALARM", interval.MEMORY_ALARM, "memory of all processes that breaks the limit", "set"),
         ("PACE_SLACK", interval._PACE_SLACK, "share of an energy budget that may be ahead of time", "set"),
         ("DEVICE_PRICE", assembly.DEVICE_PRICE, "price of 1e15 FLOP/s (peak) for an hour", "assumed"),
         ("CORE_PRICE", assembly.CORE_PRICE, "price of a core for an hour", "assumed"),

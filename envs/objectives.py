@@ -52,7 +52,7 @@ def reward_vector(c: Any, s: Any, controls: np.ndarray, out: np.ndarray) -> None
         out[1] = max(WORST, -math.log(s.interval_j / s.real_tokens / c.reference_energy))
         price = s.wall_s * (c.price_s + controls[_WORKERS] * c.price_worker_s) + s.interval_j * c.price_j
         out[3] = max(WORST, -math.log(price / s.real_tokens / c.reference_price))
-    out[2] = -min(s.ooms, _MOST_OOMS) - violation(c, s)
+    out[2] = 0.0 - min(s.ooms, _MOST_OOMS) - violation(c, s)  # 0 and not -0 where all is well
     if s.ended > 0.0:
         out[2] -= ENDED
 

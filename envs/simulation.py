@@ -199,10 +199,10 @@ class Simulation:
         self._shares = _shares(self.n)
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
-        assembled = self.plant
+        plant = self.plant
         # What both kernels take, made once: a call costs as much as its arguments.
         self._plants = (
-            assembly.constants, assembled.state, assembled.in_force, assembled.pending, *assembled.tables, assembled.rows,
+            assembly.constants, plant.state, plant.in_force, plant.pending, *plant.tables, plant.rows,
             self._guard, self._table, self.weights, self.codec.frame_size,
         )  # fmt: skip
         self._before = (GUARD, self._limits, self._bounds, self.horizon)

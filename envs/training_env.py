@@ -137,26 +137,96 @@ class TrainingEnv(_TrainingBase):
     Action space:
         ``Box(-1, 1, (4,), float32)``. Actions are absolute: -1 asks for the lower limit of a control and 1 for the
         upper one, in between linearly or by log2. What lies outside is clipped. A NaN leaves its control as it is. A
-        control that the scenario's device lacks (a CPU has no power limit) ignores its entry. Whole numbers are rounded.
+        control that the scenario's device lacks (a CPU has no power limit) ignores its entry.
 
     .. actions, written by docs/generate.py
 
-x
+    =====  =============  ==============  =========  =============  =================  =============
+    index  control        meaning         unit       at -1          at 1               scale
+    =====  =============  ==============  =========  =============  =================  =============
+    0      token_budget   token budget    tokens     2^4            2^20               log2, whole
+    1      memory_target  memory target   1          0.05           0.95               linear
+    2      power_limit_w  power limit     W          least_power_w  power_w            linear
+    3      num_workers    loader workers  processes  0              16, or host.cores  linear, whole
+    =====  =============  ==============  =========  =============  =================  =============
 
     .. end of actions
 
-    `least_power_w` and `power_w` are those of the device's profile, `host.cores` is the scenario's. `limits` narrows them.
+    `least_power_w` and `power_w` are those of the device's profile, `host.cores` is the scenario's; `limits` narrows
+    the range. Controls that are "whole" are rounded.
 
     Observation space:
         ``Box(-1, 1, (history * 55,), float32)``: the telemetry of the last `history` intervals, oldest first, one frame
         of 55 entries each; the codec is that of a live run (`runtime.codec.ObservationCodec`). A quantity maps linearly
-        or by log2 from its range to [-1, 1] and is clipped there; flags and weights are 0..1. What is not measured is 0,
-        and never NaN; where absence tells something, a flag tells of it. Entries 0 to 6 are the controls in force during
-        the interval.
+        or by log2 from its range to [-1, 1] and is clipped there; flags and weights are 0..1. What is not measured is
+        0, and never NaN; where absence tells something, a flag tells of it.
 
     .. observations, written by docs/generate.py
 
-x
+    =====  =========================  =============================================  =========  ============  ======
+    index  name                       meaning                                        unit       range         scale
+    =====  =========================  =============================================  =========  ============  ======
+    0      token_budget               token budget in force                          tokens     2^4 .. 2^20   log2
+    1      micro_batch_cap            micro-batch cap in force                       samples    1 .. 2^12     log2
+    2      memory_target              memory target in force                         1          0 .. 1        linear
+    3      checkpoint_fraction        share of layers checkpointed                   1          0 .. 1        linear
+    4      num_workers                loader workers in force                        processes  0 .. 16       linear
+    5      power_limit_w              power limit in force                           W          2^5 .. 2^11   log2
+    6      cpu_threads                intra-op threads in force                      threads    1 .. 2^8      log2
+    7      tokens_per_s               real tokens per second                         tokens/s   2^4 .. 2^20   log2
+    8      step_time_s                seconds an optimizer step                      s          2^-6 .. 2^10  log2
+    9      micro_batches_per_step     micro-batches an optimizer step                1          1 .. 2^10     log2
+    10     data_wait_fraction         share of time waiting for data                 1          0 .. 1        linear
+    11     padding_efficiency         real tokens / padded tokens                    1          0 .. 1        linear
+    12     gpu_utilization            NVML utilisation                               1          0 .. 1        linear
+    13     fill                       useful share of wall time                      1          0 .. 1        linear
+    14     memory_peak_fraction       peak memory of this process / capacity         1          0 .. 1        linear
+    15     others_memory_fraction     memory of other processes / capacity           1          0 .. 1        linear
+    16     allocation_retries         1 + allocator retries                          1          1 .. 2^8      log2
+    17     oom_count                  1 + out-of-memory events                       1          1 .. 2^4      log2
+    18     power_w                    power draw                                     W          2^5 .. 2^11   log2
+    19     energy_per_token           energy a real token                            J          2^-12 .. 2^6  log2
+    20     temperature_c              temperature                                    deg C      20 .. 100     linear
+    21     clock_fraction             SM clock / maximum                             1          0 .. 1        linear
+    22     throttled                  share of time throttled                        1          0 .. 1        linear
+    23     neighbours                 other processes on the device                  processes  0 .. 8        linear
+    24     host_cpu_fraction          busy share of host cores                       1          0 .. 1        linear
+    25     neighbour_cpu_fraction     share of host cores busy for others            1          0 .. 1        linear
+    26     host_memory_fraction       used share of host memory                      1          0 .. 1        linear
+    27     upcoming_mean              mean upcoming length                           tokens     2^4 .. 2^20   log2
+    28     upcoming_p95               95th percentile of upcoming lengths            tokens     2^4 .. 2^20   log2
+    29     upcoming_max               maximum upcoming length                        tokens     2^4 .. 2^20   log2
+    30     fit_tokens_uncheckpointed  tokens that fit with no layer checkpointed     tokens     2^4 .. 2^20   log2
+    31     fit_tokens_checkpointed    tokens that fit with every layer checkpointed  tokens     2^4 .. 2^20   log2
+    32     job_progress               share of the training that is done             1          0 .. 1        linear
+    33     energy_budget_used         energy drawn / energy that the job may draw    1          0 .. 2        linear
+    34     temperature_limit_c        temperature that the job must not exceed       deg C      20 .. 100     linear
+    =====  =========================  =============================================  =========  ============  ======
+
+    =====  ==================================  ==========================  ====  ======  ======
+    index  name                                meaning                     unit  range   scale
+    =====  ==================================  ==========================  ====  ======  ======
+    35     micro_batch_cap_measured            1: it was measured, 0: not  1     0 .. 1  flag
+    36     memory_target_measured              1: it was measured, 0: not  1     0 .. 1  flag
+    37     power_limit_w_measured              1: it was measured, 0: not  1     0 .. 1  flag
+    38     cpu_threads_measured                1: it was measured, 0: not  1     0 .. 1  flag
+    39     data_wait_fraction_measured         1: it was measured, 0: not  1     0 .. 1  flag
+    40     gpu_utilization_measured            1: it was measured, 0: not  1     0 .. 1  flag
+    41     fill_measured                       1: it was measured, 0: not  1     0 .. 1  flag
+    42     memory_peak_fraction_measured       1: it was measured, 0: not  1     0 .. 1  flag
+    43     power_w_measured                    1: it was measured, 0: not  1     0 .. 1  flag
+    44     temperature_c_measured              1: it was measured, 0: not  1     0 .. 1  flag
+    45     neighbour_cpu_fraction_measured     1: it was measured, 0: not  1     0 .. 1  flag
+    46     upcoming_mean_measured              1: it was measured, 0: not  1     0 .. 1  flag
+    47     fit_tokens_uncheckpointed_measured  1: it was measured, 0: not  1     0 .. 1  flag
+    48     job_progress_measured               1: it was measured, 0: not  1     0 .. 1  flag
+    49     energy_budget_used_measured         1: it was measured, 0: not  1     0 .. 1  flag
+    50     temperature_limit_c_measured        1: it was measured, 0: not  1     0 .. 1  flag
+    51     weight_0                            weight of throughput        1     0 .. 1  weight
+    52     weight_1                            weight of energy            1     0 .. 1  weight
+    53     weight_2                            weight of safety            1     0 .. 1  weight
+    54     weight_3                            weight of cost              1     0 .. 1  weight
+    =====  ==================================  ==========================  ====  ======  ======
 
     .. end of observations
 
@@ -169,14 +239,21 @@ x
 
     .. rewards, written by docs/generate.py
 
-x
+    =====  ==========  =====================================  =====  ===================
+    index  objective   0 is                                   least  weight unless given
+    =====  ==========  =====================================  =====  ===================
+    0      throughput  the reference's real tokens a second   -5     1
+    1      energy      the reference's energy a real token    -5     0.3
+    2      safety      no limit broken                        -14    1
+    3      cost        the reference's price of a real token  -5     0.1
+    =====  ==========  =====================================  =====  ===================
 
     .. end of rewards
 
     Starting state:
         A scenario drawn evenly from `scenarios`, random draws that follow from the environment's seed (in frozen test
-        splits from the scenario), a cold device, and an empty allocator's cache. The first interval has been run already,
-        at a token budget of `max_length`, a memory target of 0.85, full power and one loader worker; the first
+        splits from the scenario), a cold device, and an empty allocator's cache. The first interval has been run
+        already, at a token budget of `max_length`, a memory target of 0.85, full power and one loader worker; the first
         observation is of that interval.
 
     Episode end:
@@ -192,8 +269,8 @@ x
         objective weights; for the episode that begins.
 
     Args:
-        scenarios: What an episode's scenario is drawn from: a split ("train", "val", "test-id", "test-ood", "test-hard"),
-            the name of one of its scenarios, a YAML or JSON file, a `Scenario`, or a list of these.
+        scenarios: What an episode's scenario is drawn from: a split ("train", "val", "test-id", "test-ood",
+            "test-hard"), the name of one of its scenarios, a YAML or JSON file, a `Scenario`, or a list of these.
         weights: Objective weights, 0..1: None (those of the table), four numbers, a mapping by objective (others 0), or
             "sampled": drawn anew for each episode, evenly from all mixtures, the largest scaled to 1.
         guard: Whether actions pass the safety guard that stands behind every policy in a live run too
@@ -201,8 +278,8 @@ x
         horizon: Decisions in an episode.
         history: Frames in an observation.
         limits: Narrower bounds of controls, ``{"token_budget": (1024, 65536)}``; the action's range shrinks to them.
-        render_mode: "rgb_array" (`render` returns the episode so far as a picture), "ansi" (the last interval as one line
-            of text), or None.
+        render_mode: "rgb_array" (`render` returns the episode so far as a picture), "ansi" (the last interval as one
+            line of text), or None.
 
     Raises:
         ConfigError: an argument, an action's shape or a reset option that cannot be; the message names the remedy.

@@ -42,6 +42,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
+_OURS = re.compile(r"(?<![\w/.-])swiftcruise ((?:run|doctor|plugin-path|profiles|scenarios|--)[^)\"]*)")
 _TRAINS = re.compile(r"\bswift\s+(sft|pt|rlhf)\s+-|examples/python_api\.py")
 #: Commands that change the machine or come before the checkout; their blocks are read, not run.
 _SETTING_UP = ("make", "pip", "git", "cd", "python3", "source", "nvidia-smi")
@@ -105,7 +106,7 @@ def swiftcruise_commands() -> Iterator[tuple[str, list[str]]]:
     for page in PAGES:
         for line in code_in(page).replace("\\\n", " ").splitlines():
             # Output and sentences that begin with the name have a colon or "step" behind it.
-            for found in re.finditer(r"(?<![\w/.-])swiftcruise ((?:run|doctor|plugin-path|--)[^)\"]*)", line):
+            for found in _OURS.finditer(line):
                 words = shlex.split(found[1].replace("...", ""), comments=True)
                 yield page.name, words[: words.index("--")] if "--" in words else words
 
@@ -164,7 +165,8 @@ def test_every_other_option_belongs_to_ms_swift_or_to_a_script_of_ours():
     for command in get_command(app).commands.values():  # type: ignore[attr-defined]
         known |= {option.strip("-").replace("-", "_") for p in command.params for option in p.opts}
     for script in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("cli/*.py")]:
-        known |= set(re.findall(r"add_argument\(\s*\"--([\w-]+)", script.read_text(encoding="utf-8")))
+        options = re.findall(r"add_argument\(\s*\"--([\w-]+)", script.read_text(encoding="utf-8"))
+        known |= {option.replace("-", "_") for option in options}
     known |= {"logdir", "logdir_spec", "version", "help"}  # TensorBoard's, and the root command's
     unknown = {
         f"{page.name}: --{name}"

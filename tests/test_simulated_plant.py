@@ -363,6 +363,9 @@ def test_controls_for_another_number_of_plants_are_refused():
         SimulatedPlant([])
     with pytest.raises(ConfigError, match="n=0"):
         SimulatedPlant(QUIET, 0)
+    long = QUIET.model_copy(update={"workload": Workload(model="qwen-72b", data="documents", max_length=32768)})
+    with pytest.raises(ConfigError, match=r"'quiet' fits in no way: workload[.]max_length=32768 of qwen-72b on a100"):
+        SimulatedPlant(long)
 
 
 def test_an_absent_actuator_stays_absent():

@@ -11,6 +11,7 @@ from statistics import NormalDist
 import numpy as np
 
 from ...runtime.controls import CONTROL_FIELDS, ControlLimits, Limit
+from ...runtime.errors import ConfigError
 from ..scenarios.disturbances import fill
 from ..scenarios.scenario import Scenario
 from ..scenarios.workloads import dataset
@@ -65,7 +66,7 @@ def assemble(scenarios: Sequence[Scenario], horizon: int = 120) -> Assembly:
         horizon: Control intervals of an episode; budgets of a job count on it.
 
     Raises:
-        ConfigError: a profile or a kind of data that does not exist.
+        ConfigError: a profile or a kind of data that does not exist, or a scenario that fits into memory in no way.
     """
     constants = np.zeros(len(scenarios), CONSTANTS)
     longest = np.empty((len(scenarios), 2, NODES))
@@ -148,6 +149,8 @@ def _fill(record: np.void, scenario: Scenario, limits: ControlLimits, horizon: i
     budgets = scenario.budgets
     watts = nominal.power_w.value * nominal.load_power.value
     price = DEVICE_PRICE * nominal.flops.value / 1e15 / 3600.0
+    if not nominal.accelerator:
+        price = CORE_PRICE * host.cores / 3600.0
     values = {
         "layers": model.layers.value,
         "capacity": capacity,
@@ -195,11 +198,19 @@ def _fill(record: np.void, scenario: Scenario, limits: ControlLimits, horizon: i
     }
     for name, value in values.items():
         record[name] = value
+    if physics.runs_out_of_memory(
+        memory, lengths.longest, lengths.longest, 1.0, framework.least_fragmentation.value, record["usable"]
+    ):
+        raise ConfigError(
+            f"scenario {scenario.name!r} fits in no way: workload.max_length={work.max_length:g} of {work.model} on "
+            f"{scenario.hardware} runs out of memory with every layer checkpointed; shorten it, quantise, or take a "
+            "larger device"
+        )
     table = _table(work.data, model.tokens_scale.value, work.max_length, samples)
     speed = _reference(record, table, lengths.longest)
     record["reference_tokens_per_s"] = speed * work.ranks
     record["reference_energy"] = watts / speed
-    record["reference_price"] = (price + watts * ENERGY_PRICE / 3.6e6) / speed
+    record["reference_price"] = (price + CORE_PRICE / 3600.0 + watts * ENERGY_PRICE / 3.6e6) / speed
     start = {
         "token_budget": work.max_length,
         "micro_batch_cap": limits.micro_batch_cap.high,

@@ -4,7 +4,7 @@ Compilation is strict (no fast-math): the order of operations is that of the sou
 numbers to the last bit. ``NUMBA_DISABLE_JIT=1`` runs everything interpreted, for debugging.
 
 Compiled code is kept on disk. numba looks only at the file of the function itself when it decides whether that is still
-valid, so the folder is named after a digest of every source that kernels come from.
+valid, so the folder is named after a digest of every source that kernels and the constants in them come from.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ from ...runtime import planner
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_SOURCES = (Path(planner.__file__).parent, Path(__file__).parent.parent)
+_RUNTIME, _ENVS = Path(planner.__file__).parent, Path(__file__).parent.parent
+SOURCES = (
+    *(_RUNTIME / f"{name}.py" for name in ("codec", "codec_rows", "controls", "guard_rules", "planner", "telemetry")),
+    *sorted(Path(__file__).parent.glob("*.py")),
+    *(_ENVS / name for name in ("objectives.py", "simulation.py", "scenarios/disturbances.py")),
+)
+
+
+registered: set[Callable[..., Any]] = set()
 
 
 def register(*functions: Callable[..., Any]) -> None:
     """Let compiled code call these plain functions (callees first)."""
     for function in functions:
-        _register(function)
-
-
-@cache
-def _register(function: Callable[..., Any]) -> None:
-    register_jitable(function)
+        if function not in registered:
+            registered.add(function)
+            register_jitable(function)
 
 
 def compiled(function: Function, *, allocates: bool = True) -> Function:
@@ -61,7 +66,7 @@ def compiled(function: Function, *, allocates: bool = True) -> Function:
 def cache_directory() -> Path | None:
     """Where compiled code is kept, in the user's cache; None where that cannot be written."""
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(path for folder in _SOURCES for path in folder.rglob("*.py")):
+    for source in SOURCES:
         digest.update(source.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = home / "swiftcruise" / "kernels" / digest.hexdigest()[:16]

@@ -89,7 +89,7 @@ _MODEL_NOISE = 0.01  # its error from then on
 _USUAL_GROWTH, _CHANGE_GROWTH = 0.05, 0.4  # fragmentation: share of the way an interval, and an octave (assumed)
 _TIME_NOISE = 0.005  # of the mean over an interval; single runs repeat within 0.4 % (ms-swift's tables)
 _POWER_SIGMA = 0.025  # of the power sensor (Zeus's traces at 2 s: 2-3 %)
-_MEMORY_ALARM = 0.95  # peak of all processes that counts as a violation, fraction of capacity
+MEMORY_ALARM = 0.95  #: peak of all processes that counts as a violation, fraction of capacity
 _PACE_SLACK = 0.02  # share of an energy budget that may be used ahead of time
 _THROTTLING_COST = 1.15  # time of a step when heat sets the clock, over that under a limit that keeps cool (assumed)
 _SMOOTH = 0.1  # data wait starts this share of the compute time before loading becomes slower
@@ -489,7 +489,7 @@ def tell_upcoming(c: Any, s: Any, row: np.ndarray) -> None:
 
 def violation(c: Any, s: Any) -> float:
     """How badly the last interval broke a limit, 0 (kept all) to 1: memory, temperature, energy ahead of its budget."""
-    worst = 1.0 if s.ooms > 0.0 or s.memory_share > _MEMORY_ALARM else 0.0
+    worst = 1.0 if s.ooms > 0.0 or s.memory_share > MEMORY_ALARM else 0.0
     if c.temperature_limit_c == c.temperature_limit_c and s.temperature_c > c.temperature_limit_c:
         worst = max(worst, min(1.0, 0.2 + 0.1 * (s.temperature_c - c.temperature_limit_c)))
     if c.energy_budget_j < math.inf:
