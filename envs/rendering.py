@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..runtime.telemetry import Telemetry
 from .objectives import OBJECTIVES
-from .plants.interval import MEMORY_ALARM as MEMORY_ALARM
+from .plants.interval import MEMORY_ALARM
 from .simulation import GUARD, Simulation
 
 if TYPE_CHECKING:

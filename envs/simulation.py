@@ -81,7 +81,7 @@ def _step(
                 s = state[i]
                 c = constants[s.scenario]
                 set_controls(c, asked[i - start], in_force[i], pending[i], previous)
-                run_interval(c, s, in_force[i], previous, values, caps, low, step, curves, rows[i], scratch)
+                run_interval(c, s, in_force[i], previous, pending[i], values, caps, low, step, curves, rows[i], scratch)
         for i in range(start, end):
             if active[i]:
                 s = state[i]

@@ -51,7 +51,7 @@ class Telemetry:
     energy_j: Array  #: energy drawn in the interval, joules
     temperature_c: Array  #: highest temperature in the interval, degrees Celsius
     clock_fraction: Array  #: mean SM clock / maximum SM clock
-    throttled: Array  #: share of samples with a thermal or power throttle reason, 0..1
+    throttled: Array  #: share of the interval in which heat (or a failing supply) took the clock down, 0..1
     neighbours: Array  #: other processes that use the device
     host_cpu_fraction: Array  #: busy share of all host cores, 0..1
     neighbour_cpu_fraction: Array  #: share of all host cores busy with other processes, 0..1

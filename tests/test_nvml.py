@@ -144,11 +144,11 @@ def test_a_sample_has_every_quantity_in_its_unit(stub):
     stub.set(temperature_c=71, clock_mhz=1500, maximum_clock_mhz=2000, clock_reasons=SW_POWER_CAP, power_limit_w=500)
     stub.set(processes=f"{me}:40000000000,4194000:20000000000")
     sample = NvmlDevice.open().read()
-    assert astuple(sample) == (0.87, 40e9, 60e9, 79e9, 412.5, 1234, 71, 0.75, 1, 1, 500)
+    assert astuple(sample) == (0.87, 40e9, 60e9, 79e9, 412.5, 1234, 71, 0.75, 0, 1, 500)
 
 
-@pytest.mark.parametrize(("reasons", "throttled"), [(0, 0), (GPU_IDLE, 0), (SW_THERMAL, 1), (SW_THERMAL | GPU_IDLE, 1)])
-def test_only_heat_and_power_count_as_throttled(stub, reasons, throttled):
+@pytest.mark.parametrize(("reasons", "throttled"), [(0, 0), (GPU_IDLE, 0), (SW_POWER_CAP, 0), (SW_THERMAL, 1)])
+def test_heat_counts_as_throttled_and_a_power_limit_does_not(stub, reasons, throttled):
     stub.set(clock_reasons=reasons)
     assert NvmlDevice.open().read().throttled == throttled
 

@@ -232,9 +232,14 @@ def test_new_workers_and_new_budgets_cost_time_once():
 
 def test_controls_take_effect_after_the_dead_time():
     prompt, late = plant_of(), plant_of(dead_time=1)
-    assert prompt.step(Controls.of(token_budget=4096.0)).token_budget[0] == 4096
-    assert late.step(Controls.of(token_budget=4096.0)).token_budget[0] == 8192
+    budget = CONTROL_FIELDS.index("token_budget")
+    prompt.step(Controls.of(token_budget=4096.0))
+    assert prompt.in_force[0, budget] == 4096
+    # Telemetry tells what has been set: what the next change is measured against.
     assert late.step(Controls.of(token_budget=4096.0)).token_budget[0] == 4096
+    assert late.in_force[0, budget] == 8192
+    late.step(Controls.of())
+    assert late.in_force[0, budget] == 4096
 
 
 def test_ranks_wait_for_the_slowest_and_for_the_network():
@@ -314,7 +319,7 @@ def test_budgets_of_a_job_are_told():
     assert telemetry.energy_budget_used[0] == pytest.approx(
         plant.state["energy_j"][0] / plant.assembly.constants["energy_budget_j"][0]
     )
-    assert telemetry.job_progress[0] == pytest.approx(10 / 120)
+    assert telemetry.job_progress[0] == pytest.approx(10 / 121)
 
 
 def test_silent_sensors_leave_the_rest_alone():

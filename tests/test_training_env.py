@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from swiftcruise.envs import simulation
 from swiftcruise.envs.objectives import DEFAULT_WEIGHTS, OBJECTIVES
 from swiftcruise.envs.plants import compiling
+from swiftcruise.envs.scenarios.splits import load_split
 from swiftcruise.envs.simulation import ACTED_ON, Simulation
 from swiftcruise.envs.training_env import TrainingEnv
 from swiftcruise.runtime.codec import ObservationCodec
@@ -220,16 +221,23 @@ def test_the_guard_inside_decides_as_the_guard_of_a_live_run():
             assert env.controls.memory_target == expected.memory_target
 
 
-def test_a_nan_action_leaves_the_control_as_it_is_and_one_out_of_range_is_clipped():
-    env = make().unwrapped
+@pytest.mark.parametrize("dead_time", [0, 1])
+def test_a_nan_action_leaves_the_control_as_it_is(dead_time):
+    scenario = load_split("val")[0].model_copy(update={"dead_time": dead_time, "disturbances": ()})
+    env = make([scenario]).unwrapped
     env.reset(seed=0)
-    for _ in range(6):
-        env.step(np.full(4, 0.3))
+    env.step(np.full(4, -0.2))
+    env.step(np.full(4, np.nan))
     before = env.controls
-    observation, reward, *_ = env.step(np.full(4, np.nan))
-    assert env.controls.rows().tobytes() == before.rows().tobytes()
-    assert np.isfinite(observation).all()
-    assert np.isfinite(reward)
+    for _ in range(4):
+        observation, reward, *_ = env.step(np.full(4, np.nan))
+        assert env.controls.rows().tobytes() == before.rows().tobytes()
+        assert np.isfinite(observation).all()
+        assert np.isfinite(reward)
+
+
+def test_an_action_out_of_range_is_clipped():
+    env = make().unwrapped
     ends = []
     for value in (1.0, 1e30, np.inf):
         env.reset(seed=0)

@@ -18,7 +18,7 @@ from ..scenarios.workloads import dataset
 from . import physics
 from .interval import NODES
 from .lengths import Lengths
-from .packing import PackingTable, StackedTables
+from .packing import CLASSES, PackingTable, StackedTables
 from .profile import GIB, HardwareProfile, load_framework, load_hardware, load_model
 from .records import CONSTANTS
 from .setting import architecture, coefficients, power_curve, tuning
@@ -41,7 +41,7 @@ class Assembly:
         constants: (scenarios,) records of `CONSTANTS`.
         limits: Control limits; `constants["limits"]` tells which are whose.
         packing: Packing tables; `constants["table"]` likewise.
-        curves: (curves, 2, NODES) power curves, see `interval.under_limit`; `constants["curve"]` likewise.
+        curves: (curves, 3, NODES) power curves, see `interval.under_limit`; `constants["curve"]` likewise.
         longest: (scenarios, 2, NODES) see `interval.foresee`.
     """
 
@@ -103,11 +103,18 @@ def _table(data: str, tokens_scale: float, max_length: float, samples: int) -> P
 
 
 def _power_curve(hardware: str) -> np.ndarray:
-    """(2, NODES) share of the dynamic power and time of a busy device, over limits from 0 to 1 of its design power."""
+    """What `interval.under_limit` and `interval.when_drawing` read of a busy device, shape ``(3, NODES)``.
+
+    Over its power limit (0 to 1 of the design power) the share of the dynamic power and the time; the time over that
+    share.
+    """
     profile = load_hardware(hardware)
     curve, full = power_curve(profile), profile.load_power.value
     shares = [physics.limited_share(curve, full, limit) for limit in np.linspace(0.0, 1.0, NODES)]
-    return np.array([shares, [physics.slowdown(curve, share) for share in shares]])
+    times = [physics.slowdown(curve, share) for share in shares]
+    return np.array(
+        [shares, times, [physics.slowdown(curve, max(share, 0.01)) for share in np.linspace(0.0, 1.0, NODES)]]
+    )
 
 
 def _longest(lengths: Lengths, samples: float) -> np.ndarray:
@@ -148,6 +155,7 @@ def _fill(record: np.void, scenario: Scenario, limits: ControlLimits, horizon: i
     slowest = NormalDist().inv_cdf((work.ranks - 0.375) / (work.ranks + 0.25)) if work.ranks > 1 else 0.0
     budgets = scenario.budgets
     watts = nominal.power_w.value * nominal.load_power.value
+    intervals = horizon + 1  # the first one runs at the starting controls, before any decision
     price = DEVICE_PRICE * nominal.flops.value / 1e15 / 3600.0
     if not nominal.accelerator:
         price = CORE_PRICE * host.cores / 3600.0
@@ -188,12 +196,14 @@ def _fill(record: np.void, scenario: Scenario, limits: ControlLimits, horizon: i
         "preview_error": scenario.preview.error,
         "memory_error": mismatch.memory_model,
         "energy_budget_j": (
-            math.inf if budgets.energy is None else budgets.energy * watts * work.ranks * scenario.interval_s * horizon
+            math.inf
+            if budgets.energy is None
+            else budgets.energy * watts * work.ranks * scenario.interval_s * intervals
         ),
         "temperature_limit_c": math.nan if budgets.temperature_c is None else budgets.temperature_c,
-        "horizon": horizon,
+        "intervals": intervals,
         "price_s": price * work.ranks,
-        "price_worker_s": CORE_PRICE / 3600.0 * work.ranks,
+        "price_worker_s": CORE_PRICE / 3600.0 * work.ranks if nominal.accelerator else 0.0,  # a CPU's are paid for
         "price_j": ENERGY_PRICE / 3.6e6,
     }
     for name, value in values.items():
@@ -210,7 +220,8 @@ def _fill(record: np.void, scenario: Scenario, limits: ControlLimits, horizon: i
     speed = _reference(record, table, lengths.longest)
     record["reference_tokens_per_s"] = speed * work.ranks
     record["reference_energy"] = watts / speed
-    record["reference_price"] = (price + CORE_PRICE / 3600.0 + watts * ENERGY_PRICE / 3.6e6) / speed
+    device_s = price + float(record["price_worker_s"]) / work.ranks  # with one loader worker
+    record["reference_price"] = (device_s + watts * ENERGY_PRICE / 3.6e6) / speed
     start = {
         "token_budget": work.max_length,
         "micro_batch_cap": limits.micro_batch_cap.high,
@@ -249,12 +260,13 @@ def _reference(c: np.void, table: PackingTable, longest: float) -> float:
         budget = min(2.0 ** (exponent / 2), max(fits, 1.0))
         row = table.at(budget)
         seconds = 0.0
-        for k in range(4):
+        for k in range(CLASSES):
             tokens = row[f"class_tokens_{k}"]
             length = row[f"class_token_lengths_{k}"] / tokens
             checkpointed = physics.least_checkpointing(
                 memory, tokens, length, c["layers"], c["least_fragmentation"], limit
             )
-            seconds += physics.micro_batch_seconds(time, tokens, length, checkpointed) / 4
-        best = max(best, row["real_tokens"] / (row["micro_batches"] * seconds + time.optimizer))
+            seconds += physics.micro_batch_seconds(time, tokens, length, checkpointed) / CLASSES
+        compute = (row["micro_batches"] * seconds + time.optimizer) * c["imbalance"]
+        best = max(best, row["real_tokens"] / (compute + c["synchronisation_s"]))
     return float(best)

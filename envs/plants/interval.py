@@ -85,13 +85,14 @@ _LONGEST, _HIDDEN_LONGEST, _PREVIEW, _TIME, _POWER_NOISE, _MODEL, _SILENCE, _STA
 _MARGIN = 1.03  # of the run's memory model, see runtime.memory_model
 _MOST_CAUTION, _CAUTION_FADES = 8.0, math.log(0.998)  # after an out-of-memory event; a micro-batch
 _MODEL_LEARNS = 0.15  # share of the memory model's error that an interval's peaks remove (assumed)
-_MODEL_NOISE = 0.01  # its error from then on
+_MODEL_NOISE = 0.02  # what an interval adds to it, relative to what it learns: a deviation of 0.006 remains
 _USUAL_GROWTH, _CHANGE_GROWTH = 0.05, 0.4  # fragmentation: share of the way an interval, and an octave (assumed)
 _TIME_NOISE = 0.005  # of the mean over an interval; single runs repeat within 0.4 % (ms-swift's tables)
 _POWER_SIGMA = 0.025  # of the power sensor (Zeus's traces at 2 s: 2-3 %)
 MEMORY_ALARM = 0.95  #: peak of all processes that counts as a violation, fraction of capacity
 _PACE_SLACK = 0.02  # share of an energy budget that may be used ahead of time
-_THROTTLING_COST = 1.15  # time of a step when heat sets the clock, over that under a limit that keeps cool (assumed)
+MEMORY_CAP = 0.90  #: of all processes, fraction of capacity: what the run itself plans for (`MemoryWatch`)
+_THROTTLING_COST = 0.5  # further time where heat takes all dynamic power away, relative (assumed)
 _SMOOTH = 0.1  # data wait starts this share of the compute time before loading becomes slower
 _RETUNED = 0.1  # octaves of budget that need no retuning
 
@@ -158,7 +159,7 @@ def begin(c: Any, s: Any, longest: np.ndarray, key: np.uint64, scenario: int) ->
     s.scenario = scenario
     s.interval = 0
     s.time_s = s.energy_j = s.creep = s.ended = 0.0
-    s.tokens_per_s = s.interval_j = s.real_tokens = s.wall_s = s.ooms = s.memory_share = 0.0
+    s.tokens_per_s = s.interval_j = s.real_tokens = s.wall_s = s.ooms = s.memory_share = s.neighbour_memory = 0.0
     s.fragmentation = c.least_fragmentation
     s.caution = 1.0
     s.memory_error = c.memory_error
@@ -238,7 +239,7 @@ def under_limit(c: Any, curves: np.ndarray, activity: float, limit: float) -> tu
 
     Args:
         c: Constants.
-        curves: (curves, 2, NODES) share and time at equal steps of `limit` from 0 to 1.
+        curves: (curves, 3, NODES), see `Assembly`; share and time at equal steps of `limit` from 0 to 1.
         activity: Dynamic power relative to a busy device, 0..1.
         limit: In units of the thermal design power.
     """
@@ -250,11 +251,20 @@ def under_limit(c: Any, curves: np.ndarray, activity: float, limit: float) -> tu
     return shares[i] + (shares[i + 1] - shares[i]) * part, times[i] + (times[i + 1] - times[i]) * part
 
 
+def when_drawing(c: Any, curves: np.ndarray, share: float) -> float:
+    """Time relative to no limit of a device that draws a share of its dynamic power, from the same table."""
+    y = min(max(share, 0.0), 1.0) * (NODES - 1.0)
+    i = min(int(y), NODES - 2)
+    times = curves[c.curve, 2]
+    return times[i] + (times[i + 1] - times[i]) * (y - i)
+
+
 def run_interval(
     c: Any,
     s: Any,
     controls: np.ndarray,
     previous: np.ndarray,
+    pending: np.ndarray,
     values: np.ndarray,
     caps: np.ndarray,
     low: np.ndarray,
@@ -270,6 +280,7 @@ def run_interval(
         s: State, moved on.
         controls: (controls,) in force during the interval, NaN = no such actuator.
         previous: (controls,) in force before.
+        pending: (controls,) in force in the next interval, which is what telemetry tells.
         values: Packing tables, see `packing.StackedTables`, as are `caps`, `low` and `step`.
         caps: .
         low: .
@@ -296,72 +307,95 @@ def run_interval(
     if built_up > s.fragmentation:
         s.fragmentation += (built_up - s.fragmentation) * min(1.0, _USUAL_GROWTH + _CHANGE_GROWTH * change)
 
-    # The plan of a step. What is predicted not to fit is split beforehand; a sample that is longer runs alone.
-    believed = belief(s)
-    ceiling = fitting_tokens(c, s, believed, x.longest, fixed if fixed == fixed else 1.0, target)
-    budget = max(min(controls[_BUDGET], ceiling), 1.0)
-    columns = work[:_COLUMNS]
-    read_all(values, caps, low, step, c.table, budget / scale, controls[_CAP], columns)
-    micro_batches = columns[_MICRO_BATCHES]
-    real, padded = columns[_REAL] * scale, columns[_PADDED] * scale
-
-    # The host: cores are shared by launching, loader workers and other programs.
-    free = c.cores * (1.0 - x.host_load)
-    busy_cores = 1.0 + workers
-    crowding = max(1.0, busy_cores / max(free, 0.25))
-    means = work[_COLUMNS:]
-    passes(c, s, believed, columns, scale, fixed, target, crowding, means)
-    compute = micro_batches * means[0]
-    occupancy = min(1.0, means[1] / means[0])
-    if controls[_THREADS] == controls[_THREADS]:
-        # A CPU run: threads beyond the free cores do not help (Amdahl with a serial tenth, assumed).
-        threads = min(controls[_THREADS], max(free, 0.25))
-        compute *= 0.1 + 0.9 * c.cores / threads
-    compute = (compute + c.time.optimizer) / (1.0 - x.neighbour_compute)
-    compute *= 1.0 + c.noise * _TIME_NOISE * bell(key, _TIME, interval)
-
-    # Memory: the longest sample decides, alone or with as many of its like as the budget allows.
+    # Memory: the longest sample decides, alone or with as many of its like as the budget allows. What the run's memory
+    # model predicts not to fit beside the neighbours is split beforehand; a longer sample runs alone.
     longest = x.longest
-    tokens = max(longest, min(budget, columns[_LARGEST] * scale))
-    checkpointed = least_checkpointing(c, s, believed, tokens, longest, fixed, target)
+    room = max(MEMORY_CAP - x.neighbour_memory, 0.0)
+    target = min(target, room)
     available = c.usable - (x.neighbour_memory + s.creep) * c.capacity
+    columns = work[:_COLUMNS]
+    believed = belief(s)
+    most_checkpointed = fixed if fixed == fixed else 1.0
+    # A neighbour that has just come meets one micro-batch that was planned without it.
+    surprised = x.neighbour_memory > s.neighbour_memory
+    before = max(MEMORY_CAP - s.neighbour_memory, 0.0) if surprised else room
+    ceiling = fitting_tokens(c, s, believed, longest, most_checkpointed, before)
+    budget = max(min(controls[_BUDGET], ceiling), 1.0)
+    read_all(values, caps, low, step, c.table, budget / scale, controls[_CAP], columns)
+    tokens = max(longest, min(budget, columns[_LARGEST] * scale))
+    planned = min(controls[_TARGET], before)
+    checkpointed = least_checkpointing(c, s, believed, tokens, longest, fixed, planned)
     ooms = 0.0
     while physics.runs_out_of_memory(c.memory, tokens, longest, checkpointed, c.least_fragmentation, available):
         ooms += 1.0
         if tokens <= longest and checkpointed >= 1.0:
             s.ended = 1.0
             break
-        # The run's memory model takes the failure as a measurement: at most twice as careful as before.
-        more = _caution(c, believed, tokens, longest, checkpointed, available)
-        s.caution = min(s.caution * more, _MOST_CAUTION)
-        believed = belief(s)
+        if not surprised:
+            # The memory model takes the failure as a measurement: at most twice as careful as before.
+            more = _caution(c, believed, tokens, longest, checkpointed, available)
+            s.caution = min(s.caution * more, _MOST_CAUTION)
+            believed = belief(s)
+        surprised = False
         if tokens > longest:
             tokens = max(longest, 0.5 * tokens)
             checkpointed = max(checkpointed, least_checkpointing(c, s, believed, tokens, longest, fixed, target))
         else:
             checkpointed = 1.0
+    if ooms > 0.0 or before != room:
+        # From then on the interval is planned with what has been learned.
+        ceiling = fitting_tokens(c, s, believed, longest, most_checkpointed, room)
+        budget = max(min(controls[_BUDGET], ceiling), 1.0)
+        read_all(values, caps, low, step, c.table, budget / scale, controls[_CAP], columns)
+    s.neighbour_memory = x.neighbour_memory
+    micro_batches = columns[_MICRO_BATCHES]
+    real, padded = columns[_REAL] * scale, columns[_PADDED] * scale
+
+    # The host: cores are shared by launching (or, on a CPU, computing), loader workers and other programs.
+    free = max(c.cores * (1.0 - x.host_load), 0.25)
+    crowding = max(1.0, (1.0 + workers) / free)
+    means = work[_COLUMNS:]
+    passes(c, s, believed, columns, scale, fixed, target, crowding, means)
+    compute = micro_batches * means[0]
+    occupancy = min(1.0, means[1] / means[0])
+    computing_threads = 1.0
+    if controls[_THREADS] == controls[_THREADS]:
+        # A CPU run: threads beyond the free cores do not help (Amdahl with a serial tenth, assumed).
+        computing_threads = min(controls[_THREADS], free)
+        compute *= 0.1 + 0.9 * c.cores / computing_threads
+    compute = (compute + c.time.optimizer) / (1.0 - x.neighbour_compute)
+    compute *= 1.0 + c.noise * _TIME_NOISE * bell(key, _TIME, interval)
     lost += ooms * (c.flush_s + 0.5 * compute)
     allocated = physics.allocated_bytes(c.memory, tokens, longest, checkpointed)
     reserved = physics.reserved_bytes(c.memory, tokens, longest, checkpointed, s.fragmentation, 1e18)
     evaluation = c.memory.static + x.evaluation_memory * c.capacity if x.evaluation > 0.0 else 0.0
+    evaluating = x.evaluation * c.interval_s
+    if evaluation > available:  # its batches are split until they fit
+        evaluating *= 2.0
+        evaluation = available
     retries = 0.0
     if ooms > 0.0:
         s.fragmentation = c.least_fragmentation
     elif reserved > available:
         # The cache no longer fits: the allocator gives its blocks back, again and again as it builds up anew.
-        retries = math.ceil(4.0 * (reserved - available) / c.capacity + 1e-9)
+        retries = math.ceil(4.0 * (reserved - available) / c.capacity * c.interval_s / 30.0 + 1e-9)
         s.fragmentation = c.least_fragmentation
     lost += retries * c.flush_s
     peak = min(max(allocated, evaluation) + s.creep * c.capacity, c.capacity)
 
-    # Power and heat. A throttled device holds its temperature, at a lower clock than a power limit would need.
+    # Loading: workers prepare the next samples while the device computes.
+    loading = c.samples * c.preparation_s * x.preparation * x.disk * crowding / max(workers, 1.0)
+    busy = min(1.0, compute / max(loading, 1e-12)) if workers > 0.0 else compute / (compute + loading)
+
+    # Power and heat. Heat takes the clock down until the mean power is what the sink carries off.
     activity = 0.35 + 0.65 * occupancy
     limit = controls[_POWER] / c.power_w if controls[_POWER] == controls[_POWER] else 1.0
     drawn, slow = under_limit(c, curves, activity, limit)
-    watts = c.power_w * (c.power.static + c.dynamic_power * activity * drawn)
+    dynamic = c.dynamic_power * activity
+    watts = c.power_w * (c.power.static + dynamic * drawn)
     ambient = c.ambient_c + x.ambient_c
     resistance = c.thermal_resistance * x.cooling
-    settled = ambient + resistance * watts
+    settled = ambient + resistance * (c.idle_w + (watts - c.idle_w) * busy)
     throttled = 0.0
     if settled > c.throttle_c:
         if s.temperature_c < c.throttle_c:
@@ -369,16 +403,16 @@ def run_interval(
             throttled = max(0.0, 1.0 - cool / c.interval_s)
         else:
             throttled = 1.0
-        holding = max((c.throttle_c - ambient) / (resistance * c.power_w), 0.05)
-        held, slowest = under_limit(c, curves, activity, min(limit, holding))
-        penalty = _THROTTLING_COST * slowest / slow
-        slow *= 1.0 + throttled * (penalty - 1.0)
-        watts += throttled * (c.power_w * (c.power.static + c.dynamic_power * activity * held) - watts)
+        carried = ((c.throttle_c - ambient) / resistance - c.idle_w * (1.0 - busy)) / busy / c.power_w
+        held = min(max((carried - c.power.static) / dynamic, 0.02), drawn)
+        # A hot device's clock swings around what it needs: the deeper it is cut, the more that costs.
+        slowest = when_drawing(c, curves, held) * (1.0 + _THROTTLING_COST * (1.0 - held / drawn))
+        slow *= 1.0 + throttled * (max(slowest / slow, 1.0) - 1.0)
+        watts += throttled * c.power_w * dynamic * (held - drawn)
     compute *= slow
 
     # Time of an optimizer step: the slowest rank, gradient synchronisation, and what loading adds.
     compute = compute * c.imbalance * x.straggler + c.synchronisation_s * x.network
-    loading = c.samples * c.preparation_s * x.preparation * x.disk * crowding / max(workers, 1.0)
     if workers > 0.0:
         excess = loading - compute
         smooth = _SMOOTH * compute
@@ -386,9 +420,6 @@ def run_interval(
     else:
         wait = loading
     step_time = compute + wait
-    evaluating = x.evaluation * c.interval_s
-    if evaluation > available:
-        evaluating *= 2.0  # its batches are split
     wall = max(c.interval_s, lost + evaluating + step_time)
     steps = (wall - lost - evaluating) / step_time
 
@@ -422,7 +453,7 @@ def run_interval(
     for i in range(_TELEMETRY):
         row[i] = nan
     for i in range(_CONTROLS):
-        row[_T_CONTROLS[i]] = controls[i]
+        row[_T_CONTROLS[i]] = pending[i]
     row[_T_TIME] = s.time_s
     row[_T_INTERVAL] = wall
     row[_T_STEPS] = steps
@@ -434,7 +465,7 @@ def run_interval(
     row[_T_WAIT] = steps * wait / wall
     row[_T_MICRO_BATCHES] = micro_batches
     row[_T_LARGEST] = tokens
-    row[_T_FILL] = min(1.0, (c.time.token + c.time.token_g * means[2]) * padded * steps / wall)
+    row[_T_FILL] = min(1.0, micro_batches * means[1] * steps / wall)
     row[_T_FRACTION] = means[2]
     row[_T_PEAK] = peak / c.capacity
     row[_T_DEVICE] = s.memory_share
@@ -442,21 +473,21 @@ def run_interval(
     row[_T_RETRIES] = retries
     row[_T_OOM] = ooms
     row[_T_NEIGHBOURS] = x.neighbours
-    row[_T_HOST] = min(1.0, x.host_load + (1.0 + min(workers, loading * workers / step_time)) / c.cores)
+    row[_T_HOST] = min(1.0, x.host_load + (computing_threads + min(workers, loading * workers / step_time)) / c.cores)
     row[_T_OTHERS_HOST] = x.host_load
-    row[_T_PROGRESS] = s.interval / c.horizon
+    row[_T_PROGRESS] = min(1.0, s.interval / c.intervals)
     if c.energy_budget_j < math.inf:
         row[_T_BUDGET_USED] = s.energy_j / c.energy_budget_j
     row[_T_TEMPERATURE_LIMIT] = c.temperature_limit_c
     if c.accelerator > 0.0 and not (c.dropout > 0.0 and uniform(key, _SILENCE, interval) < c.dropout):
         # NVML tells whether some kernel was running, in whole percent; a neighbour's count as well.
-        kernels = min(1.0, computing + x.neighbour_compute)
+        kernels = computing + (1.0 - computing) * x.neighbour_compute
         row[_T_UTILIZATION] = math.floor(100.0 * (1.0 - (1.0 - kernels) * (1.0 - 0.5 * kernels)) + 0.5) / 100.0
         measured = mean_watts * (1.0 + c.noise * _POWER_SIGMA * bell(key, _POWER_NOISE, interval))
         row[_T_POWER] = measured
         row[_T_ENERGY] = measured * wall
         row[_T_TEMPERATURE] = math.floor(hottest + 0.5)
-        row[_T_CLOCK] = 1.0 / slow
+        row[_T_CLOCK] = min(1.0, c.power.clock_bound / (slow - 1.0 + c.power.clock_bound))
         row[_T_THROTTLED] = throttled
 
 
@@ -470,18 +501,25 @@ def _caution(c: Any, believed: float, tokens: float, length: float, checkpointed
 
 
 def tell_upcoming(c: Any, s: Any, row: np.ndarray) -> None:
-    """Write to the telemetry what is known of the interval to come (`s.now`), and what the memory model fits in."""
-    x = s.now
+    """Write to the telemetry what is known of what comes, and what the memory model fits in.
+
+    The preview reaches as far as a decision takes: to the interval to come, or with dead time to the one after it. Mean
+    and percentile are of the interval in which the decision lands, the maximum is over all until then.
+    """
+    landing = s.now
+    longest = landing.previewed
+    if c.dead_time > 0.0:
+        landing = s.then
+        longest = max(longest, landing.previewed)
     length = c.max_length
     if c.preview_share > 0.0:
         told = math.exp(c.preview_error * bell(s.key, _PREVIEW, s.interval)) if c.preview_error > 0.0 else 1.0
-        scale = length_scale(c, x)
-        length = max(1.0, math.floor(x.previewed * told))
-        row[_T_UPCOMING_MEAN] = min(c.mean_length * scale * told, length)
-        row[_T_UPCOMING_P95] = min(c.p95_length * scale * told, length)
+        scale = length_scale(c, landing) * told
+        length = max(1.0, min(math.floor(longest * told), c.max_length))
+        row[_T_UPCOMING_MEAN] = min(c.mean_length * scale, length)
+        row[_T_UPCOMING_P95] = min(c.p95_length * scale, length)
         row[_T_UPCOMING_MAX] = length
-    others = max(row[_T_DEVICE] - row[_T_PEAK], 0.0)
-    room = 0.9 - others
+    room = MEMORY_CAP - max(row[_T_DEVICE] - row[_T_PEAK], 0.0)
     believed = belief(s)
     row[_T_FIT_0] = fitting_tokens(c, s, believed, length, 0.0, room)
     row[_T_FIT_1] = fitting_tokens(c, s, believed, length, 1.0, room)
@@ -493,7 +531,7 @@ def violation(c: Any, s: Any) -> float:
     if c.temperature_limit_c == c.temperature_limit_c and s.temperature_c > c.temperature_limit_c:
         worst = max(worst, min(1.0, 0.2 + 0.1 * (s.temperature_c - c.temperature_limit_c)))
     if c.energy_budget_j < math.inf:
-        ahead = s.energy_j / c.energy_budget_j - s.interval / c.horizon - _PACE_SLACK
+        ahead = s.energy_j / c.energy_budget_j - s.interval / c.intervals - _PACE_SLACK
         if ahead > 0.0:
             worst = max(worst, min(1.0, 0.2 + 10.0 * ahead))
     return worst
@@ -511,6 +549,7 @@ FUNCTIONS = (
     least_checkpointing,
     passes,
     under_limit,
+    when_drawing,
     _caution,
     run_interval,
     tell_upcoming,

@@ -114,7 +114,6 @@ class HardwareProfile(_Profile):
     power_evenness: Positive = Field(description="how evenly power is drawn; the larger, the harder a limit bites")
     thermal_resistance: Positive = Field(description="die above ambient, degrees C per W")
     sink_seconds: Positive = Field(description="time constant of the heat sink, s")
-    die_seconds: Positive = Field(description="time constant of the die, s")
     throttle_celsius: Positive = Field(description="temperature at which the clock is throttled, degrees C")
     time_scale: Positive = Field(default=_NEUTRAL, description="all times, relative; calibration sets it")
     activation_scale: Positive = Field(default=_NEUTRAL, description="all activations, relative; calibration sets it")

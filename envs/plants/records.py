@@ -64,7 +64,7 @@ CONSTANTS = np.dtype(
         ("memory_error", "f8"),  # of the run's memory model at the start, logarithm
         ("energy_budget_j", "f8"),  # infinite: none
         ("temperature_limit_c", "f8"),  # NaN: none
-        ("horizon", "f8"),  # intervals of an episode
+        ("intervals", "f8"),  # of a job, the first one included
         # What rewards are relative to
         ("reference_tokens_per_s", "f8"),
         ("reference_energy", "f8"),  # J a token
@@ -98,6 +98,7 @@ STATE = np.dtype(
         ("real_tokens", "f8"),
         ("wall_s", "f8"),
         ("ooms", "f8"),
+        ("neighbour_memory", "f8"),  # of the last interval, fraction of capacity
         ("memory_share", "f8"),  # peak of all processes, fraction of capacity
         ("memory", MEMORY),
         ("now", CONDITIONS),  # of the interval to come

@@ -53,21 +53,26 @@ def possible(c: Any, name: int, value: float) -> float:
 def set_controls(c: Any, asked: np.ndarray, in_force: np.ndarray, pending: np.ndarray, previous: np.ndarray) -> None:
     """Put controls into force, after the scenario's dead time.
 
+    Without dead time, `pending` afterwards equals `in_force`; with it, it is what comes into force an interval later.
+
     Args:
         c: Constants of the scenario; a control that is NaN at the start has no actuator.
         asked: (controls,) NaN leaves a control as it is (an unset `checkpoint_fraction` leaves it to the plant).
         in_force: (controls,) moved on.
-        pending: (controls,) what was asked last.
+        pending: (controls,) moved on.
         previous: (controls,) written: what was in force.
     """
     for i in range(CONTROLS):
         previous[i] = in_force[i]
-        value = pending[i] if c.dead_time > 0.0 else asked[i]
-        pending[i] = asked[i]
+        if c.dead_time > 0.0:
+            in_force[i] = pending[i]
+        value = asked[i]
         if i == _FRACTION:
-            in_force[i] = possible(c, i, value) if math.isfinite(value) else math.nan
+            pending[i] = possible(c, i, value) if math.isfinite(value) else math.nan
         elif math.isfinite(value) and math.isfinite(c.start[i]):
-            in_force[i] = possible(c, i, value)
+            pending[i] = possible(c, i, value)
+        if c.dead_time == 0.0:
+            in_force[i] = pending[i]
 
 
 def step_plant(
@@ -88,7 +93,7 @@ def step_plant(
     """One control interval of one plant. See `set_controls`, `run_interval`, `foresee` for the arguments."""
     previous = work[:CONTROLS]
     set_controls(c, asked, in_force, pending, previous)
-    run_interval(c, s, in_force, previous, values, caps, low, step, curves, row, work[CONTROLS:])
+    run_interval(c, s, in_force, previous, pending, values, caps, low, step, curves, row, work[CONTROLS:])
     foresee(c, s, longest[s.scenario], s.interval + 1)
     tell_upcoming(c, s, row)
 

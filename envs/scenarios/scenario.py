@@ -73,7 +73,7 @@ class Preview(_Part):
 class Mismatch(_Part):
     """Where the plant differs from its profiles; no policy is told."""
 
-    time: Scale = 1.0  #: device time of everything, relative
+    time: Scale = 1.0  #: time of everything on device and host, relative
     launch: Scale = 1.0  #: host time to launch kernels, relative
     activations: Scale = 1.0  #: memory of activations, relative
     cooling: Scale = 1.0  #: thermal resistance, relative

@@ -33,7 +33,7 @@ class DeviceReading:
     energy_j: float = math.nan  #: joules since the reading before (or since the first sample)
     temperature_c: float = math.nan  #: highest, degrees Celsius
     clock_fraction: float = math.nan  #: mean SM clock / maximum SM clock
-    throttled: float = math.nan  #: share of samples with a thermal or power throttle reason
+    throttled: float = math.nan  #: share of samples in which heat or the supply took the clock down
     neighbours: float = math.nan  #: most other compute processes at once
     power_limit_w: float = math.nan  #: power limit in force at the end, watts
 

@@ -34,10 +34,10 @@ _UNSUPPORTED = frozenset(
     }
 )
 
-#: Reasons for a lower clock that count as throttled: heat and power, not idleness or clocks set by the user.
+#: Reasons for a lower clock that count as throttled: heat and a failing supply, which nobody has asked for. A power
+#: limit is not among them: somebody has set it, and at the largest one a busy device runs into it all the time.
 _THROTTLED = (
-    pynvml.nvmlClocksThrottleReasonSwPowerCap
-    | pynvml.nvmlClocksThrottleReasonHwSlowdown
+    pynvml.nvmlClocksThrottleReasonHwSlowdown
     | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
@@ -60,7 +60,7 @@ class DeviceSample:
     energy_j: float  #: energy counter since the driver was loaded, joules
     temperature_c: float  #: degrees Celsius
     clock_fraction: float  #: SM clock / maximum SM clock
-    throttled: float  #: 1 with a thermal or power throttle reason, else 0
+    throttled: float  #: 1 while heat or the supply takes the clock down, else 0
     neighbours: float  #: other compute processes on the device
     power_limit_w: float  #: power limit in force, watts
 
