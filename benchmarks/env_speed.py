@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write a flat object of figures here")
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--history", type=int, default=4)
+    parser.add_argument("--history", type=int, default=2)
     parser.add_argument("--largest", type=int, default=SIZES[-1])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

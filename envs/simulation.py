@@ -34,12 +34,12 @@ HYSTERESIS = 0.05
 register(*FUNCTIONS, *guard_rules.KERNELS, *codec_rows.KERNELS, reward_vector)
 
 
-def _observe(row, table, weights, frame_size, observation):
+def _observe(row, table, weights, frame_size, raw, observation):
     """Shift the history of an observation and write the new frame at its end."""
     size = observation.shape[0]
     for j in range(size - frame_size):
         observation[j] = observation[j + frame_size]
-    encode_frame(row, table, weights, observation[size - frame_size :])
+    encode_frame(row, table, weights, raw, observation[size - frame_size :])
 
 
 def _fill_history(frame_size, observation):
@@ -62,7 +62,7 @@ def _step(
     first, last, actions, active, guarded, options, limits, bounds, horizon,
     constants, state, in_force, pending, values, caps, low, step, curves, longest, rows,
     guard, table, weights, frame_size, terms, rewards, observations, terminated, truncated,
-    proposed, asked, rules, work,
+    proposed, asked, rules, raw, work,
 ):  # fmt: skip
     previous, scratch = work[:CONTROLS], work[CONTROLS:]
     for start in range(first, last, _BLOCK):
@@ -97,13 +97,13 @@ def _step(
                 truncated[i] = s.interval > horizon
         for i in range(start, end):
             if active[i]:
-                _observe(rows[i], table, weights[i], frame_size, observations[i])
+                _observe(rows[i], table, weights[i], frame_size, raw, observations[i])
 
 
 def _reset(
     chosen, keys, scenarios, guard_start,
     constants, state, in_force, pending, values, caps, low, step, curves, longest, rows,
-    guard, table, weights, frame_size, work, observations,
+    guard, table, weights, frame_size, raw, work, observations,
 ):  # fmt: skip
     for j in range(chosen.shape[0]):
         i = chosen[j]
@@ -126,7 +126,7 @@ def _reset(
         )
         for k in range(guard_start.shape[0]):
             guard[i, k] = guard_start[k]
-        _observe(rows[i], table, weights[i], frame_size, observations[i])
+        _observe(rows[i], table, weights[i], frame_size, raw, observations[i])
         _fill_history(frame_size, observations[i])
 
 
@@ -208,7 +208,13 @@ class Simulation:
         self._before = (GUARD, self._limits, self._bounds, self.horizon)
         self._results = (self.terms, self.rewards, self.observations, self.terminated, self.truncated)
         self._scratch = [
-            (np.empty(CONTROLS), np.empty((_BLOCK, CONTROLS)), np.empty(CONTROLS, dtype=np.int64), np.empty(SCRATCH))
+            (
+                np.empty(CONTROLS),
+                np.empty((_BLOCK, CONTROLS)),
+                np.empty(CONTROLS, dtype=np.int64),
+                np.empty(self._table.shape[1]),
+                np.empty(SCRATCH),
+            )
             for _ in self._shares
         ]
 
@@ -272,7 +278,7 @@ class Simulation:
             np.array(scenarios, dtype=np.int64),
             self._start,
             *self._plants,
-            self.plant.work,
+            *self._scratch[0][-2:],
             self.observations,
         )
         self.terminated[plants] = self.truncated[plants] = False

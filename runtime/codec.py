@@ -121,7 +121,7 @@ def _frame_table() -> Array:
         indices = TELEMETRY_FIELDS.index(field), operation, TELEMETRY_FIELDS.index(operand)
         rows.append((*indices, entry.log2, (low + high) / 2.0, 2.0 / (high - low), flag if entry.flag else 0))
         flag += entry.flag
-    return np.array(rows, dtype=np.float64)
+    return np.ascontiguousarray(np.array(rows, dtype=np.float64).T)
 
 
 class ObservationCodec:
@@ -175,9 +175,10 @@ class ObservationCodec:
             raise ConfigError(f"weights has {given.shape[-1]} values, the codec expects {self.weights}")
         weights_of = np.broadcast_to(given, (telemetry.n, self.weights)).tolist()
         frames: list[list[float]] = []
+        raw = [0.0] * len(_ENTRIES)
         for row, weights_row in zip(telemetry.rows().tolist(), weights_of, strict=True):
             frame = [0.0] * self.frame_size
-            encode_frame(row, self._rows, weights_row, frame)
+            encode_frame(row, self._rows, weights_row, raw, frame)
             frames.append(frame)
         return np.array(frames, dtype=np.float32).reshape(telemetry.n, self.frame_size)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Row: TypeAlias = NDArray[Any] | list[float]
 
-# Columns of a frame's table, one row an entry
+# Rows of a frame's table, one column an entry
 FIELD = 0  #: index of the telemetry field ...
 OPERATION = 1  #: ... what is done with it ...
 OPERAND = 2  #: ... and with which other field
@@ -24,7 +24,7 @@ LOG2 = 3  #: 1 if the result maps by log2, 0 if linearly
 CENTRE = 4  #: what becomes 0 (of log2, the logarithm)
 SCALE = 5  #: 2 / (high - low)
 FLAG = 6  #: where in the frame a flag says whether it was measured; 0 = no flag
-TABLE_COLUMNS = 7
+TABLE_ROWS = 7
 
 # Operations
 PLAIN, RATIO, DIFFERENCE, COUNT = 0, 1, 2, 3  #: a, a / b, a - b, 1 + a
@@ -37,41 +37,53 @@ HALF_RANGE = 3  #: distance from there to the value of action 1; NaN without an 
 BOUND_COLUMNS = 4
 
 
-def encode_frame(telemetry: Row, table: Any, weights: Row, frame: Row) -> None:
+def encode_frame(telemetry: Row, table: Any, weights: Row, raw: Row, frame: Row) -> None:
     """Write the frame of one plant's interval: entries, then flags, then weights, all within [-1, 1] and none NaN.
+
+    Entry by entry in several short loops, of which a compiler turns the last into vector instructions.
 
     Args:
         telemetry: In the order of `TELEMETRY_FIELDS`; NaN = not measured.
-        table: `ObservationCodec.frame_table`, shape ``(entries, TABLE_COLUMNS)``.
+        table: `ObservationCodec.frame_table`, shape ``(TABLE_ROWS, entries)``.
         weights: Objective weights, shape ``(k,)``; clipped to 0..1, NaN counts as 0.
+        raw: Room to work in, shape ``(entries,)``, float64.
         frame: Output, shape ``(entries + flags + k,)``.
     """
-    for i in range(len(table)):
-        entry = table[i]
-        value = telemetry[int(entry[FIELD])]
-        operation = entry[OPERATION]
-        if operation > PLAIN:
-            other = telemetry[int(entry[OPERAND])]
-            if operation == RATIO:
-                value = value / other if other != 0.0 else value * math.inf  # 0 / 0 is unknown
-            elif operation == DIFFERENCE:
-                value = value - other
-            else:
+    fields, operations, operands, logarithmic = table[FIELD], table[OPERATION], table[OPERAND], table[LOG2]
+    centre, scale, flags = table[CENTRE], table[SCALE], table[FLAG]
+    entries = len(raw)
+    for i in range(entries):
+        value = telemetry[int(fields[i])]
+        operation = operations[i]
+        if operation != PLAIN:
+            if operation == COUNT:
                 value = 1.0 + value
-        if entry[LOG2] > 0.0:
-            value = math.log2(value) if value > 0.0 else -math.inf if value == 0.0 else math.nan
-        value = (value - entry[CENTRE]) * entry[SCALE]
-        measured = 1.0
-        if math.isnan(value):
-            value = measured = 0.0
-        frame[i] = -1.0 if value < -1.0 else 1.0 if value > 1.0 else value
-        flag = int(entry[FLAG])
-        if flag > 0:
-            frame[flag] = measured
-    begin = len(frame) - len(weights)
+            else:
+                other = telemetry[int(operands[i])]
+                if operation == DIFFERENCE:
+                    value = value - other
+                elif other != 0.0:
+                    value = value / other
+                else:
+                    value = value * math.inf  # 0 / 0 is unknown
+        raw[i] = value
+    for i in range(entries):
+        if logarithmic[i] > 0.0:
+            value = raw[i]
+            raw[i] = math.log2(value) if value > 0.0 else -math.inf if value == 0.0 else math.nan
+    end = entries
+    for i in range(entries):
+        if flags[i] > 0.0:
+            frame[end] = 0.0 if math.isnan(raw[i]) else 1.0
+            end += 1
+    for i in range(entries):
+        value = (raw[i] - centre[i]) * scale[i]
+        value = -1.0 if value < -1.0 else value
+        value = 1.0 if value > 1.0 else value
+        frame[i] = value if value == value else 0.0
     for i in range(len(weights)):
         weight = weights[i]
-        frame[begin + i] = 1.0 if weight > 1.0 else weight if weight > 0.0 else 0.0
+        frame[end + i] = 1.0 if weight > 1.0 else weight if weight > 0.0 else 0.0
 
 
 def decode_action(action: Row, bounds: Any, controls: Row) -> None:

@@ -145,7 +145,7 @@ def same_bits(one, other):
 def test_compiled_and_interpreted_frames_agree_to_the_last_bit(row, weights):
     codec = ObservationCodec(weights=2)
     compiled = np.full(codec.frame_size, np.nan, dtype=np.float32)
-    COMPILED_ENCODE(row, codec.frame_table, weights, compiled)
+    COMPILED_ENCODE(row, codec.frame_table, weights, np.empty(codec.frame_table.shape[1]), compiled)
     assert same_bits(compiled, codec.encode(Telemetry.from_rows(row[None]), weights)[0])
     assert np.abs(compiled).max() <= 1
 

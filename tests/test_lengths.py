@@ -89,15 +89,18 @@ def test_what_is_no_distribution_is_refused(bad):
 
 
 @pytest.mark.parametrize("lengths", [CHAT.limited(2048), BURSTS.limited(2048)], ids=["chat", "bursts"])
+@pytest.mark.parametrize("launch_tokens", [20, 500, math.inf])
 @pytest.mark.parametrize("samples", [1, 3, 16, 40])
-def test_the_packing_table_agrees_with_the_planner(lengths, samples):
-    table = PackingTable.build(lengths, samples)
+def test_the_packing_table_agrees_with_the_planner(lengths, samples, launch_tokens):
+    table = PackingTable.build(lengths, samples, launch_tokens)
     rng = np.random.default_rng(7)
     steps = [lengths.draw(samples, rng).tolist() for _ in range(400)]
     errors = []
     for budget in (300, 3000, 30000):
         for cap in (1, 2, 5, math.inf):
-            plans = [pack(step, token_budget=budget, micro_batch_cap=cap) for step in steps]
+            plans = [
+                pack(step, token_budget=budget, micro_batch_cap=cap, launch_tokens=launch_tokens) for step in steps
+            ]
             count = sum(len(plan) for plan in plans)
             padding = sum(batch.tokens for plan in plans for batch in plan) / sum(map(sum, steps))
             found = table.at(budget, cap)
@@ -123,17 +126,18 @@ def optimizer_steps(draw):
 
 
 @settings(deadline=None)  # the first one compiles
-@given(optimizer_steps(), st.data())
-def test_on_its_grid_the_packing_table_is_what_the_planner_does(steps, data):
-    table = PackingTable.of_steps(np.array(steps))
+@given(optimizer_steps(), st.sampled_from([0, math.inf]) | st.floats(0, 10000), st.data())
+def test_on_its_grid_the_packing_table_is_what_the_planner_does(steps, launch_tokens, data):
+    table = PackingTable.of_steps(np.array(steps), launch_tokens)
     cap = data.draw(st.sampled_from(table.caps.tolist()))
     budget = 2.0 ** (table.low + STEP * data.draw(st.integers(max(0, math.ceil(-table.low / STEP)), BUDGETS - 1)))
-    plans = [pack(step, token_budget=budget, micro_batch_cap=cap) for step in steps]
+    limits = {"token_budget": budget, "micro_batch_cap": cap, "launch_tokens": launch_tokens}
+    plans = [pack(step, **limits) for step in steps]
     batches = sorted((batch for plan in plans for batch in plan), key=lambda batch: (batch.tokens, -batch.length))
     found = table.at(budget, cap)
 
     def mean(values):
-        return pytest.approx(sum(values) / len(steps), rel=1e-9)
+        return pytest.approx(sum(values) / len(steps), rel=1e-6)  # the table is float32
 
     assert found["micro_batches"] == mean([len(batches)])
     assert found["real_tokens"] == mean(map(sum, steps))
@@ -148,7 +152,7 @@ def test_on_its_grid_the_packing_table_is_what_the_planner_does(steps, data):
     ):
         up_to_edge = np.interp(edges, np.arange(len(batches) + 1), np.cumsum([0, *values]))
         classes = [found[f"{name}_{group}"] for group in range(CLASSES)]
-        assert classes == pytest.approx(np.diff(up_to_edge) * CLASSES / len(batches), rel=1e-9)
+        assert classes == pytest.approx(np.diff(up_to_edge) * CLASSES / len(batches), rel=1e-6)
 
 
 @functools.cache
@@ -173,7 +177,7 @@ def test_the_classes_of_micro_batches_ascend_and_make_up_all_of_them_anywhere(wh
 
 
 @settings(deadline=None)
-@given(st.integers(40, 62), st.integers(0, CAPS - 2), st.floats(0, 1), st.floats(0, 1))
+@given(st.integers(40, BUDGETS - 2), st.integers(0, CAPS - 2), st.floats(0, 1), st.floats(0, 1))
 def test_between_its_grid_points_the_packing_table_is_linear_in_log_budget_and_in_cap(i, j, u, v):
     table = tables()[2]
 

@@ -39,7 +39,7 @@ def register(*functions: Callable[..., Any]) -> None:
     for function in functions:
         if function not in registered:
             registered.add(function)
-            register_jitable(function)
+            register_jitable(forceinline=True)(function)
 
 
 def compiled(function: Function, *, allocates: bool = True) -> Function:

@@ -2,16 +2,23 @@
 
 The hook sorts each optimizer step's samples and cuts them into micro-batches (`runtime.planner.pack`). A simulated
 control interval holds dozens of such steps; what they are on average is read from a table over budget and cap, made by
-running the planner itself on drawn macro-batches. Time and memory are not linear in a micro-batch's tokens, so the
-table tells besides means how large the smaller and the larger micro-batches are.
+running the planner itself on drawn macro-batches, with the launch cost that the hook would have learned. Time and
+memory are not linear in a micro-batch's tokens, so the table tells besides means how large the smaller and the larger
+micro-batches are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
+import os
+import tempfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -40,8 +47,9 @@ COLUMNS = (
 CLASSES = 4
 _FIRST_CLASS = COLUMNS.index("class_tokens_0")
 
-#: Every table has this shape, so that tables stack: budgets, caps, columns.
-BUDGETS, CAPS = 64, 20
+#: Every table has this shape, so that tables stack: caps, budgets, columns. Budgets that follow each other lie side by
+#: side: one read of a table touches few lines of the processor's cache, and of a table without a cap few pages.
+CAPS, BUDGETS = 12, 64
 STEP = 0.25  #: step between budgets, log2
 
 
@@ -50,7 +58,7 @@ class StackedTables:
     """Several tables as the arrays that `read_all` takes.
 
     Attributes:
-        values: (tables, BUDGETS, CAPS, len(COLUMNS)), see `PackingTable`.
+        values: (tables, CAPS, BUDGETS, len(COLUMNS)), see `PackingTable`.
         caps: (tables, CAPS).
         low: (tables,).
         step: step in log2 of the budget.
@@ -67,13 +75,13 @@ class PackingTable:
     """Means over optimizer steps, by token budget and micro-batch cap.
 
     Lengths that are all `s` times as long need an `s` times as large budget: read the table at budget / s, and
-    multiply tokens by s (token lengths by s^2).
+    multiply tokens by s (token lengths by s^2). A finite launch cost would have to be `s` times as large, too.
 
     Attributes:
-        low: log2 of the smallest budget. The largest one, 55 000 times as large, holds any step in one micro-batch.
+        low: log2 of the smallest budget. The largest one, 55 000 times as large, holds any step.
         caps: (CAPS,) micro-batch caps, ascending from 1; the last one holds every sample, and is repeated where
             there are fewer.
-        values: (BUDGETS, CAPS, len(COLUMNS)), float64. The columns of the classes hold sums over a class and a step
+        values: (CAPS, BUDGETS, len(COLUMNS)), float32. The columns of the classes hold sums over a class and a step
             here, mean x micro_batches / CLASSES: sums can be interpolated and still add up to all micro-batches.
     """
 
@@ -82,12 +90,21 @@ class PackingTable:
     values: np.ndarray
 
     @classmethod
-    def build(cls, lengths: Lengths, samples: int, draws: int | None = None, seed: int = 0) -> PackingTable:
+    def build(
+        cls,
+        lengths: Lengths,
+        samples: int,
+        launch_tokens: float = math.inf,
+        draws: int | None = None,
+        seed: int = 0,
+    ) -> PackingTable:
         """The table of a distribution of lengths.
 
         Args:
             lengths: Distribution of the samples' lengths.
             samples: Samples in a macro-batch (one rank's share of an optimizer step).
+            launch_tokens: Fixed cost of a micro-batch that the planner reckons with, tokens; infinite: as few
+                micro-batches as possible.
             draws: Macro-batches to average over; by default 2048 samples' worth, at least 8. With that, counts and
                 padded tokens of up to 64 samples are within 4 % of the planner's mean (root mean square over budgets
                 and caps), for lengths cut at up to 20 times their mean. Where many samples have exactly the same
@@ -98,22 +115,44 @@ class PackingTable:
         draws = draws or max(8, 2048 // samples)
         # Over all draws, each equally likely part of the distribution is met once: the mean length is exact.
         shares = (rng.permutation(samples * draws).reshape(draws, samples) + 0.5) / (samples * draws)
-        return cls.of_steps(lengths.quantile(shares))
+        return cls.of_steps(lengths.quantile(shares), launch_tokens)
 
     @classmethod
-    def of_steps(cls, steps: np.ndarray) -> PackingTable:
+    def kept(cls, lengths: Lengths, samples: int, launch_tokens: float = math.inf) -> PackingTable:
+        """As `build`, but kept on disk beside the compiled code (`compiling.cache_directory`) and read from there."""
+        directory = compiling.cache_directory()
+        if directory is None:
+            return cls.build(lengths, samples, launch_tokens)
+        key = hashlib.sha256(lengths.values.tobytes())
+        key.update(repr((np.__version__, samples, float(launch_tokens))).encode())
+        path = directory / f"packing-{key.hexdigest()[:24]}.table"
+        table = _read(path)
+        if table is None:
+            table = cls.build(lengths, samples, launch_tokens)
+            _write(path, table)
+        return table
+
+    @classmethod
+    def of_steps(cls, steps: np.ndarray, launch_tokens: float = math.inf) -> PackingTable:
         """The table of these optimizer steps: the planner runs on each of them, for every budget and cap.
 
         Args:
             steps: (steps, samples) lengths of the samples of each step, tokens; rounded to whole ones.
+            launch_tokens: See `build`.
+
+        Raises:
+            ValueError: a negative launch cost.
         """
+        if not launch_tokens >= 0:
+            raise ValueError(f"cannot plan with {launch_tokens=}")
+        launch_tokens = float(launch_tokens)
         steps = -np.sort(-np.maximum(1.0, np.rint(steps)), axis=1)
         samples = steps.shape[1]
         high = math.ceil(math.log2(steps.max() * samples))
         low = high - STEP * (BUDGETS - 1)
-        caps = _cap_grid(steps.mean(axis=0))
-        values = np.empty((BUDGETS, CAPS, len(COLUMNS)))
-        _compiled(_tabulate)(steps, 2.0 ** (low + STEP * np.arange(BUDGETS)), caps, values)
+        caps = _cap_grid(steps.mean(axis=0), launch_tokens)
+        values = np.empty((CAPS, BUDGETS, len(COLUMNS)), dtype=np.float32)
+        _compiled(_tabulate)(steps, 2.0 ** (low + STEP * np.arange(BUDGETS)), caps, launch_tokens, values)
         return cls(low, caps, values)
 
     @staticmethod
@@ -174,20 +213,21 @@ def read_all(
         near_few, near_many, far_few, far_many = (1.0 - u) * (1.0 - v), (1.0 - u) * v, u * (1.0 - v), u * v
         for column in range(len(COLUMNS)):
             out[column] = (
-                values[table, i, j, column] * near_few
-                + values[table, i, k, column] * near_many
-                + values[table, i + 1, j, column] * far_few
-                + values[table, i + 1, k, column] * far_many
+                float(values[table, j, i, column]) * near_few
+                + float(values[table, k, i, column]) * near_many
+                + float(values[table, j, i + 1, column]) * far_few
+                + float(values[table, k, i + 1, column]) * far_many
             )
     else:
         for column in range(len(COLUMNS)):
-            out[column] = values[table, i, j, column] * (1.0 - u) + values[table, i + 1, j, column] * u
+            near, far = float(values[table, j, i, column]), float(values[table, j, i + 1, column])
+            out[column] = near * (1.0 - u) + far * u
     mean = CLASSES / out[0]
     for column in range(_FIRST_CLASS, len(COLUMNS)):
         out[column] *= mean
 
 
-def _cap_grid(typical: np.ndarray) -> np.ndarray:
+def _cap_grid(typical: np.ndarray, launch_tokens: float) -> np.ndarray:
     """(CAPS,) caps between which what a cap alone does to a step is best interpolated.
 
     Caps are added one by one where interpolation is most wrong: just below n, n / 2, n / 3, ... for n samples, where
@@ -195,13 +235,14 @@ def _cap_grid(typical: np.ndarray) -> np.ndarray:
 
     Args:
         typical: (samples,) lengths of a step, descending, tokens.
+        launch_tokens: See `PackingTable.build`.
     """
     samples = typical.size
     every = np.arange(1.0, samples + 1.0)
     if samples <= CAPS:
         return np.pad(every, (0, CAPS - samples), mode="edge")
     curves = np.empty((2, samples))
-    _compiled(_tabulate_caps)(typical, curves)
+    _compiled(_tabulate_caps)(typical, launch_tokens, curves)
     chosen = np.array([0, samples - 1])
     while chosen.size < CAPS:
         wrong = [np.abs(np.interp(every, every[chosen], curve[chosen]) / curve - 1.0) for curve in curves]
@@ -218,22 +259,52 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     return compiling.compiled(function)
 
 
-def _plan(sizes: np.ndarray, budget: float, cap: float, best: np.ndarray, plan: np.ndarray) -> None:
+def _read(path: Path) -> PackingTable | None:
+    """The table in a file; None where there is no whole one."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    head, body = 8 * (1 + CAPS), 4 * CAPS * BUDGETS * len(COLUMNS)
+    if len(data) != head + body + 4 or zlib.crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+        return None
+    grid = np.frombuffer(data, np.float64, 1 + CAPS)
+    values = np.frombuffer(data, np.float32, body // 4, head)
+    return PackingTable(float(grid[0]), grid[1:], values.reshape(CAPS, BUDGETS, len(COLUMNS)))
+
+
+def _write(path: Path, table: PackingTable) -> None:
+    """Keep a table in a file: its grid, its values and a check sum. Without room on the disk it is not kept."""
+    data = np.append(table.low, table.caps).tobytes() + table.values.tobytes()
+    with contextlib.suppress(OSError):
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(handle, "wb") as file:
+                file.write(data + zlib.crc32(data).to_bytes(4, "little"))
+            os.replace(temporary, path)  # whole or not at all, whoever else writes it too
+        except OSError:
+            os.unlink(temporary)
+
+
+def _plan(
+    sizes: np.ndarray, budget: float, cap: float, launch_tokens: float, best: np.ndarray, plan: np.ndarray
+) -> None:
     """Let `cut` fill `plan`; `best` is room to work in."""
     best[:] = np.inf
     best[0] = 0.0
     ceiling = np.full(sizes.shape[0], budget)
-    cut(sizes, best, ceiling, int(cap), fewest_first(sizes[0], sizes.shape[0]), False, best, plan)
+    launch = launch_tokens if launch_tokens < np.inf else fewest_first(sizes[0], sizes.shape[0])
+    cut(sizes, best, ceiling, int(cap), launch, False, best, plan)
 
 
-def _tabulate_caps(sizes: np.ndarray, curves: np.ndarray) -> None:
+def _tabulate_caps(sizes: np.ndarray, launch_tokens: float, curves: np.ndarray) -> None:
     """Fill `curves` (2, samples) with micro-batches and tokens of one step under a cap of 1, 2, ... samples alone."""
     samples = sizes.shape[0]
     best = np.empty(samples + 1)
     plan = np.zeros(samples + 1, dtype=np.int64)
     curves[:] = 0.0
     for cap in range(1, samples + 1):
-        _plan(sizes, np.inf, cap, best, plan)
+        _plan(sizes, np.inf, cap, launch_tokens, best, plan)
         end = samples
         while end > 0:
             curves[0, cap - 1] += 1.0
@@ -241,8 +312,10 @@ def _tabulate_caps(sizes: np.ndarray, curves: np.ndarray) -> None:
             end = plan[end]
 
 
-def _tabulate(steps: np.ndarray, budgets: np.ndarray, caps: np.ndarray, values: np.ndarray) -> None:
-    """Fill `values` (budgets, caps, columns) from steps (steps, samples) whose lengths descend; numba compiles it."""
+def _tabulate(
+    steps: np.ndarray, budgets: np.ndarray, caps: np.ndarray, launch_tokens: float, values: np.ndarray
+) -> None:
+    """Fill `values` (caps, budgets, columns) from steps (steps, samples) whose lengths descend; numba compiles it."""
     count, samples = steps.shape
     best = np.empty(samples + 1)
     keys = np.empty(count * samples, dtype=np.int64)
@@ -251,6 +324,7 @@ def _tabulate(steps: np.ndarray, budgets: np.ndarray, caps: np.ndarray, values: 
     start = np.zeros((CAPS + 1, count, samples + 1), dtype=np.int64)
     widest = np.full((CAPS + 1, count), samples + 1)
     largest = np.full((CAPS + 1, count), np.inf)
+    row = np.empty(len(COLUMNS))
     for i in range(BUDGETS - 1, -1, -1):
         for j in range(CAPS - 1, -1, -1):
             all_of_budget = all_of_cap = True
@@ -266,14 +340,15 @@ def _tabulate(steps: np.ndarray, budgets: np.ndarray, caps: np.ndarray, values: 
                     start[j, step] = start[j + 1, step]
                     widest[j, step], largest[j, step] = widest[j + 1, step], largest[j + 1, step]
                     continue
-                _plan(steps[step], budgets[i], caps[j], best, start[j, step])
+                _plan(steps[step], budgets[i], caps[j], launch_tokens, best, start[j, step])
                 widest[j, step], largest[j, step] = _extent(steps[step], start[j, step])
             if all_of_budget:
-                values[i, j] = values[i + 1, j]
+                values[j, i] = values[j, i + 1]
             elif all_of_cap:
-                values[i, j] = values[i, j + 1]
+                values[j, i] = values[j + 1, i]
             else:
-                _measure(steps, start[j], keys, values[i, j])
+                _measure(steps, start[j], keys, row)
+                values[j, i] = row
 
 
 def _extent(sizes: np.ndarray, plan: np.ndarray):
