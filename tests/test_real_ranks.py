@@ -73,6 +73,7 @@ class AskedOn(ChangingPolicy):
         return super().act(telemetry)
 
 
+@pytest.mark.long
 def test_four_ranks_follow_the_first_if_asked_and_train_the_same_model(lab: Lab, tmp_path: Path):
     four = ("--gradient_accumulation_steps", "4")
     plain = train_on_ranks(lab, "four-plain", *four, ranks=4)

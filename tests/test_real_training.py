@@ -32,7 +32,11 @@ VARIANTS = {
     "dpo, batches of 4": ("rlhf", "dpo", ("--rlhf_type", "dpo", "--per_device_train_batch_size", "4")),
     "kto": ("rlhf", "kto", ("--rlhf_type", "kto", "--per_device_train_batch_size", "4")),
 }
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+#: What adds little to the others is left to a release.
+RARE = {"dpo, batches of 4", "length-grouped, last batch dropped"}
+each_variant = pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=pytest.mark.long if name in RARE else ()) for name in VARIANTS]
+)
 
 
 #: Weights follow gradients in proportion. AdamW divides by their size: where they are all but zero, it turns the last
@@ -71,7 +75,7 @@ def test_every_sample_is_trained_on_exactly_once_an_epoch(lab: Lab):
     assert set(hook.samples.values()) == {2}
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_loader_workers_come_and_go_whatever_starts_them(lab: Lab, method: str):
     arguments = ("--dataloader_num_workers", "2", "--dataloader_multiprocessing_context", method)

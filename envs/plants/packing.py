@@ -49,8 +49,9 @@ _FIRST_CLASS = COLUMNS.index("class_tokens_0")
 
 #: Every table has this shape, so that tables stack: caps, budgets, columns. Budgets that follow each other lie side by
 #: side: one read of a table touches few lines of the processor's cache, and of a table without a cap few pages.
-CAPS, BUDGETS = 12, 64
+CAPS, BUDGETS = 16, 64
 STEP = 0.25  #: step between budgets, log2
+_TYPICAL = 8  # steps from which the caps are chosen
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ class PackingTable:
         samples = steps.shape[1]
         high = math.ceil(math.log2(steps.max() * samples))
         low = high - STEP * (BUDGETS - 1)
-        caps = _cap_grid(steps.mean(axis=0), launch_tokens)
+        caps = _cap_grid(steps[:_TYPICAL], launch_tokens)
         values = np.empty((CAPS, BUDGETS, len(COLUMNS)), dtype=np.float32)
         _compiled(_tabulate)(steps, 2.0 ** (low + STEP * np.arange(BUDGETS)), caps, launch_tokens, values)
         return cls(low, caps, values)
@@ -227,22 +228,22 @@ def read_all(
         out[column] *= mean
 
 
-def _cap_grid(typical: np.ndarray, launch_tokens: float) -> np.ndarray:
+def _cap_grid(steps: np.ndarray, launch_tokens: float) -> np.ndarray:
     """(CAPS,) caps between which what a cap alone does to a step is best interpolated.
 
     Caps are added one by one where interpolation is most wrong: just below n, n / 2, n / 3, ... for n samples, where
     one more micro-batch is needed, and where long samples come to run alone.
 
     Args:
-        typical: (samples,) lengths of a step, descending, tokens.
+        steps: (steps, samples) lengths of some steps' samples, descending, tokens.
         launch_tokens: See `PackingTable.build`.
     """
-    samples = typical.size
+    samples = steps.shape[1]
     every = np.arange(1.0, samples + 1.0)
     if samples <= CAPS:
         return np.pad(every, (0, CAPS - samples), mode="edge")
     curves = np.empty((2, samples))
-    _compiled(_tabulate_caps)(typical, launch_tokens, curves)
+    _compiled(_tabulate_caps)(steps, launch_tokens, curves)
     chosen = np.array([0, samples - 1])
     while chosen.size < CAPS:
         wrong = [np.abs(np.interp(every, every[chosen], curve[chosen]) / curve - 1.0) for curve in curves]
@@ -297,19 +298,23 @@ def _plan(
     cut(sizes, best, ceiling, int(cap), launch, False, best, plan)
 
 
-def _tabulate_caps(sizes: np.ndarray, launch_tokens: float, curves: np.ndarray) -> None:
-    """Fill `curves` (2, samples) with micro-batches and tokens of one step under a cap of 1, 2, ... samples alone."""
-    samples = sizes.shape[0]
+def _tabulate_caps(steps: np.ndarray, launch_tokens: float, curves: np.ndarray) -> None:
+    """Fill `curves` (2, samples) with micro-batches and tokens of all steps under a cap of 1, 2, ... samples alone."""
+    count, samples = steps.shape
     best = np.empty(samples + 1)
     plan = np.zeros(samples + 1, dtype=np.int64)
     curves[:] = 0.0
-    for cap in range(1, samples + 1):
-        _plan(sizes, np.inf, cap, launch_tokens, best, plan)
-        end = samples
-        while end > 0:
-            curves[0, cap - 1] += 1.0
-            curves[1, cap - 1] += sizes[plan[end]] * (end - plan[end])
-            end = plan[end]
+    for step in range(count):
+        widest = samples + 1
+        for cap in range(samples, 0, -1):
+            if widest > cap:  # else the plan for a larger cap stays the best
+                _plan(steps[step], np.inf, cap, launch_tokens, best, plan)
+                widest = _extent(steps[step], plan)[0]
+            end = samples
+            while end > 0:
+                curves[0, cap - 1] += 1.0
+                curves[1, cap - 1] += steps[step, plan[end]] * (end - plan[end])
+                end = plan[end]
 
 
 def _tabulate(
