@@ -1,7 +1,7 @@
 """Golden trajectories: the simulated plant does today what it did when its figures were published.
 
-A change of the plant, of a profile or of a scenario shows here first. If it was meant, write the file anew and say in the
-change why the numbers moved:
+A change of the plant, of a profile or of a scenario shows here first. If it was meant, write the file anew and say in
+the change why the numbers moved:
 
     python -m tests.test_golden --write
 """
@@ -31,14 +31,13 @@ def trajectory(name: str) -> dict[str, list[float | None]]:
     plant = SimulatedPlant(load_scenarios(name))
     telemetry = [plant.reset()]
     for i in range(INTERVALS - 1):
-        telemetry.append(
-            plant.step(
-                Controls.of(
-                    token_budget=2.0 ** (11 + i % 5), memory_target=0.5 + 0.05 * (i % 8), num_workers=1 + i % 3,
-                    power_limit_w=120 + 30 * (i % 7),
-                )  # fmt: skip
-            )
+        controls = Controls.of(
+            token_budget=2.0 ** (11 + i % 5),
+            memory_target=0.5 + 0.05 * (i % 8),
+            num_workers=1 + i % 3,
+            power_limit_w=120 + 30 * (i % 7),
         )
+        telemetry.append(plant.step(controls))
     values = {field: [float(getattr(each, field)[0]) for each in telemetry] for field in FIELDS}
     return {field: [None if np.isnan(v) else v for v in column] for field, column in values.items()}
 
@@ -61,5 +60,7 @@ def test_the_plant_does_what_it_did(name):
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     FILE.parent.mkdir(exist_ok=True)
-    text = json.dumps({name: trajectory(name) for name in SCENARIOS}, indent=0).replace("\n", " ").replace("], ", "],\n")
+    text = (
+        json.dumps({name: trajectory(name) for name in SCENARIOS}, indent=0).replace("\n", " ").replace("], ", "],\n")
+    )
     FILE.write_text(text + "\n")
