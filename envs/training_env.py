@@ -136,8 +136,9 @@ class TrainingEnv(_TrainingBase):
 
     Action space:
         ``Box(-1, 1, (4,), float32)``. Actions are absolute: -1 asks for the lower limit of a control and 1 for the
-        upper one, in between linearly or by log2. What lies outside is clipped. A NaN leaves its control as it is. A
-        control that the scenario's device lacks (a CPU has no power limit) ignores its entry.
+        upper one, in between linearly or by log2. What lies outside is clipped. A NaN leaves its control as it was set
+        last. A control that the scenario's device lacks (a CPU has no power limit) ignores its entry. In scenarios with
+        a dead time a decision takes effect one interval later.
 
     .. actions, written by docs/generate.py
 
@@ -159,7 +160,8 @@ class TrainingEnv(_TrainingBase):
         ``Box(-1, 1, (history * 55,), float32)``: the telemetry of the last `history` intervals, oldest first, one frame
         of 55 entries each; the codec is that of a live run (`runtime.codec.ObservationCodec`). A quantity maps linearly
         or by log2 from its range to [-1, 1] and is clipped there; flags and weights are 0..1. What is not measured is
-        0, and never NaN; where absence tells something, a flag tells of it.
+        0, and never NaN; where absence tells something, a flag tells of it. Controls are told as they were set last,
+        also while a dead time still keeps them from acting.
 
     .. observations, written by docs/generate.py
 
@@ -232,8 +234,8 @@ class TrainingEnv(_TrainingBase):
 
     Rewards:
         The sum of four objectives times their weights, computed from the truth and not from sensors. Three are natural
-        logarithms relative to a reference of the scenario: the best fixed token budget at full power, undisturbed, on
-        one rank of an endlessly fast network. So -0.7 is half as good. Safety is minus the number of out-of-memory
+        logarithms relative to a reference of the scenario: the best fixed token budget at full power, undisturbed and
+        without waiting for data. So -0.7 is half as good. Safety is minus the number of out-of-memory
         events (3 count at most), minus how badly a limit was broken (memory above 95 % of the device, the job's
         temperature, an energy budget used up ahead of time; 0..1), and 10 less where the job ends.
 
@@ -251,8 +253,8 @@ class TrainingEnv(_TrainingBase):
     .. end of rewards
 
     Starting state:
-        A scenario drawn evenly from `scenarios`, random draws that follow from the environment's seed (in frozen test
-        splits from the scenario), a cold device, and an empty allocator's cache. The first interval has been run
+        A scenario drawn evenly from `scenarios`, random draws that follow from the environment's seed (in val and the
+        tests from the scenario), a cold device, and an empty allocator's cache. The first interval has been run
         already, at a token budget of `max_length`, a memory target of 0.85, full power and one loader worker; the first
         observation is of that interval.
 

@@ -2,16 +2,21 @@
 
 import functools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftcruise.envs.plants import compiling
+from swiftcruise.envs.plants import assembly, compiling, kept_tables, physics
+from swiftcruise.envs.plants.kept_tables import kept_table
 from swiftcruise.envs.plants.lengths import Gamma, Lengths, Lognormal, Uniform
 from swiftcruise.envs.plants.packing import BUDGETS, CAPS, CLASSES, COLUMNS, STEP, PackingTable, read_all
+from swiftcruise.envs.plants.profile import load_hardware, load_model
+from swiftcruise.envs.plants.setting import TrainingSetting, coefficients
 from swiftcruise.runtime.errors import ConfigError
+from swiftcruise.runtime.fill import FillEstimator
 from swiftcruise.runtime.planner import pack
 
 CHAT = Lengths.mixture([Lognormal(3.75, 1.0)])
@@ -205,3 +210,52 @@ def test_equal_lengths_of_more_samples_than_caps_make_a_table():
     assert table.at(math.inf)["micro_batches"] == 1
     assert table.at(math.inf, 4)["micro_batches"] == math.ceil((CAPS + 13) / 4)
     assert table.at(100)["padded_tokens"] == table.at(100)["real_tokens"]
+
+
+def same(a, b):
+    return a.low == b.low and a.caps.tolist() == b.caps.tolist() and a.values.tobytes() == b.values.tobytes()
+
+
+def test_a_table_is_read_from_disk_where_it_was_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_tables, "_directory", lambda: tmp_path)
+    built = kept_table(CHAT, 5, 64.0)
+    assert same(built, PackingTable.build(CHAT, 5, 64.0))
+    monkeypatch.setattr(PackingTable, "build", None)
+    assert same(kept_table(CHAT, 5, 64), built)
+    monkeypatch.undo()
+    monkeypatch.setattr(kept_tables, "_directory", lambda: tmp_path)
+    for other in (kept_table(BURSTS, 5, 64.0), kept_table(CHAT, 6, 64.0), kept_table(CHAT, 5, 128.0)):
+        assert not same(other, built)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b"", lambda b: b[:999] + b"!!" + b[1001:]])
+def test_a_damaged_table_on_disk_is_built_anew(tmp_path, monkeypatch, damage):
+    monkeypatch.setattr(kept_tables, "_directory", lambda: tmp_path)
+    built = kept_table(CHAT, 3)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert same(kept_table(CHAT, 3), built)
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("directory", [None, "/nowhere"])
+def test_where_nothing_can_be_kept_tables_are_built(monkeypatch, directory):
+    monkeypatch.setattr(kept_tables, "_directory", lambda: directory and Path(directory))
+    assert same(kept_table(CHAT, 3), PackingTable.build(CHAT, 3))
+
+
+@pytest.mark.parametrize("model", ["qwen-7b", "qwen-1.8b"])
+@pytest.mark.parametrize("hardware", ["a100-80g", "rtx3090"])
+def test_the_lab_plans_with_the_launch_cost_that_the_hook_would_learn(hardware, model):
+    lengths = CHAT.scaled(4)
+    time, _ = coefficients(load_hardware(hardware), load_model(model), TrainingSetting())
+    hook = FillEstimator()
+    tokens = np.random.default_rng(3).uniform(lengths.mean, 8 * lengths.mean, 2000)
+    seconds = [physics.micro_batch_seconds(time, each, lengths.mean, 0.5) for each in tokens]
+    hook.observe(1, tokens, seconds)
+    launch = assembly._launch_tokens(time, lengths, 32)
+    assert math.log2(launch) == int(math.log2(launch))
+    assert 0.5 <= launch / hook.launch_tokens <= 2
+    assert assembly._launch_tokens(time, Lengths.fixed(500), 32) == math.inf  # no padding to save

@@ -1,7 +1,7 @@
 """Compiles scalar kernels with numba: the same source runs interpreted in a live training and compiled in the lab.
 
 Compilation is strict (no fast-math): the order of operations is that of the source, and both ways give the same
-numbers to the last bit. ``NUMBA_DISABLE_JIT=1`` runs everything interpreted, for debugging.
+numbers to the last bit. Interpreted code reads records by attribute: view structured arrays as ``np.recarray``.
 
 Compiled code is kept on disk. numba looks only at the file of the function itself when it decides whether that is still
 valid, so the folder is named after a digest of every source that kernels and the constants in them come from.

@@ -259,6 +259,65 @@ def when_drawing(c: Any, curves: np.ndarray, share: float) -> float:
     return times[i] + (times[i + 1] - times[i]) * (y - i)
 
 
+def activity_of(occupancy: float) -> float:
+    """Dynamic power relative to a full load, where the device computes this share of a micro-batch's time (assumed)."""
+    return 0.35 + 0.65 * occupancy
+
+
+def powered(
+    c: Any,
+    curves: np.ndarray,
+    activity: float,
+    limit: float,
+    busy: float,
+    temperature: float,
+    ambient: float,
+    resistance: float,
+) -> tuple[float, float, float]:
+    """What power limit and heat make of an interval.
+
+    Heat takes the clock down until the mean power is what the sink carries off. A hot device's clock swings around what
+    it needs: the deeper it is cut, the more that costs.
+
+    Args:
+        c: Constants.
+        curves: See `under_limit`.
+        activity: See `activity_of`.
+        limit: Power limit, in units of the thermal design power.
+        busy: Share of the time that the device computes.
+        temperature: At the start, degrees C.
+        ambient: Degrees C.
+        resistance: Degrees C per W.
+
+    Returns:
+        Time relative to no limit, power while computing (W), share of the interval that is throttled.
+    """
+    drawn, slow = under_limit(c, curves, activity, limit)
+    dynamic = c.dynamic_power * activity
+    watts = c.power_w * (c.power.static + dynamic * drawn)
+    settled = ambient + resistance * (c.idle_w + (watts - c.idle_w) * busy)
+    if settled <= c.throttle_c:
+        return slow, watts, 0.0
+    throttled = 1.0
+    if temperature < c.throttle_c:
+        cool = c.sink_seconds * math.log((settled - temperature) / (settled - c.throttle_c))
+        throttled = max(0.0, 1.0 - cool / c.interval_s)
+    carried = ((c.throttle_c - ambient) / resistance - c.idle_w * (1.0 - busy)) / busy / c.power_w
+    held = min(max((carried - c.power.static) / dynamic, 0.02), drawn)
+    slowest = when_drawing(c, curves, held) * (1.0 + _THROTTLING_COST * (1.0 - held / drawn))
+    slow *= 1.0 + throttled * (max(slowest / slow, 1.0) - 1.0)
+    watts += throttled * c.power_w * dynamic * (held - drawn)
+    return slow, watts, throttled
+
+
+def data_wait(loading: float, compute: float, workers: float) -> float:
+    """Seconds an optimizer step waits for its samples, which workers prepare while the device computes."""
+    if workers <= 0.0:
+        return loading
+    excess, smooth = loading - compute, _SMOOTH * compute
+    return 0.5 * (excess + math.sqrt(excess * excess + smooth * smooth))
+
+
 def run_interval(
     c: Any,
     s: Any,
@@ -387,38 +446,18 @@ def run_interval(
     loading = c.samples * c.preparation_s * x.preparation * x.disk * crowding / max(workers, 1.0)
     busy = min(1.0, compute / max(loading, 1e-12)) if workers > 0.0 else compute / (compute + loading)
 
-    # Power and heat. Heat takes the clock down until the mean power is what the sink carries off.
-    activity = 0.35 + 0.65 * occupancy
+    # Power and heat.
     limit = controls[_POWER] / c.power_w if controls[_POWER] == controls[_POWER] else 1.0
-    drawn, slow = under_limit(c, curves, activity, limit)
-    dynamic = c.dynamic_power * activity
-    watts = c.power_w * (c.power.static + dynamic * drawn)
     ambient = c.ambient_c + x.ambient_c
     resistance = c.thermal_resistance * x.cooling
-    settled = ambient + resistance * (c.idle_w + (watts - c.idle_w) * busy)
-    throttled = 0.0
-    if settled > c.throttle_c:
-        if s.temperature_c < c.throttle_c:
-            cool = c.sink_seconds * math.log((settled - s.temperature_c) / (settled - c.throttle_c))
-            throttled = max(0.0, 1.0 - cool / c.interval_s)
-        else:
-            throttled = 1.0
-        carried = ((c.throttle_c - ambient) / resistance - c.idle_w * (1.0 - busy)) / busy / c.power_w
-        held = min(max((carried - c.power.static) / dynamic, 0.02), drawn)
-        # A hot device's clock swings around what it needs: the deeper it is cut, the more that costs.
-        slowest = when_drawing(c, curves, held) * (1.0 + _THROTTLING_COST * (1.0 - held / drawn))
-        slow *= 1.0 + throttled * (max(slowest / slow, 1.0) - 1.0)
-        watts += throttled * c.power_w * dynamic * (held - drawn)
+    slow, watts, throttled = powered(
+        c, curves, activity_of(occupancy), limit, busy, s.temperature_c, ambient, resistance
+    )
     compute *= slow
 
     # Time of an optimizer step: the slowest rank, gradient synchronisation, and what loading adds.
     compute = compute * c.imbalance * x.straggler + c.synchronisation_s * x.network
-    if workers > 0.0:
-        excess = loading - compute
-        smooth = _SMOOTH * compute
-        wait = 0.5 * (excess + math.sqrt(excess * excess + smooth * smooth))
-    else:
-        wait = loading
+    wait = data_wait(loading, compute, workers)
     step_time = compute + wait
     wall = max(c.interval_s, lost + evaluating + step_time)
     steps = (wall - lost - evaluating) / step_time
@@ -550,6 +589,9 @@ FUNCTIONS = (
     passes,
     under_limit,
     when_drawing,
+    activity_of,
+    powered,
+    data_wait,
     _caution,
     run_interval,
     tell_upcoming,
