@@ -149,7 +149,7 @@ def interval_table() -> str:
     rows: list[tuple[str, float, str, str]] = [
         ("MARGIN", interval._MARGIN, "margin on the run's memory model", "as in `runtime.memory_model`"),
         ("MODEL_LEARNS", interval._MODEL_LEARNS, "share of its error that an interval removes", "assumed"),
-        ("MODEL_NOISE", interval._MODEL_NOISE, "standard deviation of the noise that it then follows", "assumed"),
+        ("MODEL_NOISE", interval._MODEL_NOISE, "standard deviation of the noise in what it learns", "assumed"),
         ("MOST_CAUTION", interval._MOST_CAUTION, "greatest `caution` after out-of-memory events", "assumed"),
         (
             "CAUTION_FADES",
@@ -164,7 +164,12 @@ def interval_table() -> str:
         ("RESPAWN_S", assembly.RESPAWN_S, "seconds to start loader workers", "assumed"),
         ("FLUSH_S", assembly.FLUSH_S, "seconds to give back the allocator's blocks", "assumed"),
         ("SMOOTH", interval._SMOOTH, "width of the corner between computing and loading", "assumed"),
-        ("THROTTLING_COST", interval._THROTTLING_COST, "time under heat over that under a power limit", "assumed"),
+        (
+            "THROTTLING_COST",
+            interval._THROTTLING_COST,
+            "further time where heat takes all dynamic power away, relative",
+            "assumed",
+        ),
         (
             "TIME_NOISE",
             interval._TIME_NOISE,
@@ -177,6 +182,7 @@ def interval_table() -> str:
             "of the power sensor, relative",
             "measured: Zeus's traces at 2 s, 2-3 %",
         ),
+        ("MEMORY_CAP", interval.MEMORY_CAP, "memory of all processes that the run plans for", "as in the guard"),
         ("MEMORY_ALARM", interval.MEMORY_ALARM, "memory of all processes that breaks the limit", "set"),
         ("PACE_SLACK", interval._PACE_SLACK, "share of an energy budget that may be ahead of time", "set"),
         ("DEVICE_PRICE", assembly.DEVICE_PRICE, "price of 1e15 FLOP/s (peak) for an hour", "assumed"),

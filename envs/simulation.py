@@ -334,7 +334,7 @@ class Simulation:
 
     @property
     def controls(self) -> Controls:
-        """In force; a copy."""
+        """In force in the last interval; a copy."""
         return Controls.from_rows(self.plant.in_force.copy())
 
     def snapshot(self) -> Snapshot:

@@ -89,7 +89,7 @@ class _TrainingBase(gym.Env):
 
     @property
     def controls(self) -> Controls:
-        """In force."""
+        """In force in the last interval; with dead time those of `telemetry` are set already and come after them."""
         return self.simulation.controls
 
     def action_of(self, controls: Controls) -> NDArray[np.float32]:

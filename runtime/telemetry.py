@@ -70,7 +70,7 @@ class Telemetry:
     temperature_limit_c: Array  #: temperature that the job must not exceed, degrees Celsius (NaN = no such limit)
     loss: Array  #: mean training loss of the interval
 
-    # Controls in force during the interval
+    # Controls in force (where they act after a dead time, those that have been set)
     token_budget: Array  #: most padded tokens in a micro-batch
     micro_batch_cap: Array  #: most samples in a micro-batch
     memory_target: Array  #: fraction of capacity that a micro-batch's predicted peak may reach

@@ -51,9 +51,8 @@ def compiled(function: Function, *, allocates: bool = True) -> Function:
         function: To be compiled.
         allocates: Whether it makes arrays. One that does not is spared the counting of references to rows.
     """
-    directory = cache_directory()
     before = numba.config.CACHE_DIR  # type: ignore[attr-defined]  # read when a function is decorated
-    numba.config.CACHE_DIR = before or str(directory or "")  # type: ignore[attr-defined]
+    numba.config.CACHE_DIR = str(cache_directory() or "")  # type: ignore[attr-defined]
     try:
         kept = bool(numba.config.CACHE_DIR)  # type: ignore[attr-defined]
         kept = kept and Path(function.__code__.co_filename).is_file()  # not typed in at a prompt
@@ -64,12 +63,13 @@ def compiled(function: Function, *, allocates: bool = True) -> Function:
 
 @cache
 def cache_directory() -> Path | None:
-    """Where compiled code is kept, in the user's cache; None where that cannot be written."""
+    """Where compiled code is kept: in NUMBA_CACHE_DIR or the user's cache; None where that cannot be written."""
     digest = hashlib.sha256(numba.__version__.encode())
     for source in SOURCES:
         digest.update(source.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = home / "swiftcruise" / "kernels" / digest.hexdigest()[:16]
+    folder = Path(numba.config.CACHE_DIR or home / "swiftcruise" / "kernels")  # type: ignore[attr-defined]
+    directory = folder / digest.hexdigest()[:16]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -269,7 +269,9 @@ def powered(
     curves: np.ndarray,
     activity: float,
     limit: float,
-    busy: float,
+    compute: float,
+    loading: float,
+    workers: float,
     temperature: float,
     ambient: float,
     resistance: float,
@@ -284,7 +286,9 @@ def powered(
         curves: See `under_limit`.
         activity: See `activity_of`.
         limit: Power limit, in units of the thermal design power.
-        busy: Share of the time that the device computes.
+        compute: Computing time of an optimizer step without a limit, s.
+        loading: Time to load its samples, s.
+        workers: Loader workers; without any the device waits for all of the loading.
         temperature: At the start, degrees C.
         ambient: Degrees C.
         resistance: Degrees C per W.
@@ -293,6 +297,7 @@ def powered(
         Time relative to no limit, power while computing (W), share of the interval that is throttled.
     """
     drawn, slow = under_limit(c, curves, activity, limit)
+    busy = compute * slow / (max(compute * slow, loading) if workers > 0.0 else compute * slow + loading)
     dynamic = c.dynamic_power * activity
     watts = c.power_w * (c.power.static + dynamic * drawn)
     settled = ambient + resistance * (c.idle_w + (watts - c.idle_w) * busy)
@@ -397,7 +402,8 @@ def run_interval(
             believed = belief(s)
         surprised = False
         if tokens > longest:
-            tokens = max(longest, 0.5 * tokens)
+            ceiling = fitting_tokens(c, s, believed, longest, most_checkpointed, room)
+            tokens = max(longest, min(0.5 * tokens, ceiling))
             checkpointed = max(checkpointed, least_checkpointing(c, s, believed, tokens, longest, fixed, target))
         else:
             checkpointed = 1.0
@@ -429,9 +435,10 @@ def run_interval(
     reserved = physics.reserved_bytes(c.memory, tokens, longest, checkpointed, s.fragmentation, 1e18)
     evaluation = c.memory.static + x.evaluation_memory * c.capacity if x.evaluation > 0.0 else 0.0
     evaluating = x.evaluation * c.interval_s
-    if evaluation > available:  # its batches are split until they fit
+    planned_for = max(room - s.creep, 0.0) * c.capacity
+    if evaluation > planned_for:  # its batches are split until they fit
         evaluating *= 2.0
-        evaluation = available
+        evaluation = planned_for
     retries = 0.0
     if ooms > 0.0:
         s.fragmentation = c.least_fragmentation
@@ -444,14 +451,13 @@ def run_interval(
 
     # Loading: workers prepare the next samples while the device computes.
     loading = c.samples * c.preparation_s * x.preparation * x.disk * crowding / max(workers, 1.0)
-    busy = min(1.0, compute / max(loading, 1e-12)) if workers > 0.0 else compute / (compute + loading)
 
     # Power and heat.
     limit = controls[_POWER] / c.power_w if controls[_POWER] == controls[_POWER] else 1.0
     ambient = c.ambient_c + x.ambient_c
     resistance = c.thermal_resistance * x.cooling
     slow, watts, throttled = powered(
-        c, curves, activity_of(occupancy), limit, busy, s.temperature_c, ambient, resistance
+        c, curves, activity_of(occupancy), limit, compute, loading, workers, s.temperature_c, ambient, resistance
     )
     compute *= slow
 
