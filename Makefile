@@ -37,6 +37,7 @@ bench: venv ## Run the benchmarks
 	$(BIN)/python benchmarks/hook_overhead.py
 	$(BIN)/python benchmarks/real_training.py
 	$(BIN)/python benchmarks/plant_fidelity.py
+	$(BIN)/python benchmarks/env_speed.py
 
 docs: venv ## Write the generated tables of the documentation anew
 	$(BIN)/python docs/generate.py

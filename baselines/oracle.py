@@ -393,7 +393,8 @@ def clairvoyant(
             assembly.constants, np.asarray(keys, dtype=np.uint64)[i : i + 1], chosen[i : i + 1], options, holding,
             np.zeros(1, STATE), np.zeros(1, STATE), assembly.longest, packed.values, packed.caps, packed.low,
             packed.step, assembly.curves, given, np.empty(CONTROLS), np.empty(CONTROLS), np.empty(CONTROLS),
-            np.empty(CONTROLS), np.empty(CONTROLS), np.empty(len(TELEMETRY_FIELDS)), np.empty(len(OBJECTIVES)), np.empty(SCRATCH),
+            np.empty(CONTROLS), np.empty(CONTROLS), np.empty(len(TELEMETRY_FIELDS)), np.empty(len(OBJECTIVES)),
+            np.empty(SCRATCH),
             result.rewards[i : i + 1], result.terms[i : i + 1],
         )  # fmt: skip
     return result

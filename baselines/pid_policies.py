@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..runtime.controls import Controls
 from ..runtime.errors import ConfigError
@@ -23,7 +23,15 @@ Array = NDArray[np.float64]
 _LIMITED_OCTAVES = np.log2(1.1)
 
 
-class _MicroBatchPID(ArrayState):
+def computing_fill(telemetry: Telemetry) -> Array:
+    """``fill`` of the time that was not spent waiting for data, shape ``(n,)``; NaN where either is not measured.
+
+    A larger micro-batch fills the device better while it computes, and does nothing for a slow loader.
+    """
+    return telemetry.fill / positive(1.0 - telemetry.data_wait_fraction)
+
+
+class MicroBatchPID(ArrayState):
     """A PID loop whose output sets the micro-batch relative to the one in force at the start.
 
     The token budget and the sample cap move in proportion, since either may be the one that binds. A cap that is not
@@ -70,23 +78,30 @@ class _MicroBatchPID(ArrayState):
         """Micro-batch for the next interval."""
         raw = self._measure(telemetry)
         self._measured = self._filter.update(raw)
-        measurement = np.where(np.isnan(raw), np.nan, self._measured)
+        measurement = self._scaled(np.where(np.isnan(raw), np.nan, self._measured))
 
-        self._budget = np.where(np.isnan(self._budget), present_budget(telemetry), self._budget)
-        self._cap = np.where(np.isnan(self._cap), positive(telemetry.micro_batch_cap), self._cap)
+        if np.isnan(self._budget).any():
+            self._budget = np.where(np.isnan(self._budget), present_budget(telemetry), self._budget)
+        if np.isnan(self._cap).any():
+            self._cap = np.where(np.isnan(self._cap), positive(telemetry.micro_batch_cap), self._cap)
         by_budget = np.log2(positive(telemetry.token_budget) / self._budget)
         by_cap = np.log2(positive(telemetry.micro_batch_cap) / self._cap)
         in_force = np.where(np.isfinite(by_budget), by_budget, np.where(np.isfinite(by_cap), by_cap, 0.0))
 
         limited = np.abs(in_force - self._octaves(self._pid.output)) > _LIMITED_OCTAVES
-        self._pid.track(np.where(limited, self._output(in_force), np.nan))
-        octaves = self._octaves(self._pid.update(self._scaled(measurement), 1.0))
-        octaves = np.clip(octaves, in_force - self.max_step_octaves, in_force + self.max_step_octaves)
+        if limited.any():
+            self._pid.track(np.where(limited, self._output(in_force), np.nan))
+        self._adapt(measurement)
+        octaves = self._octaves(self._pid.update(measurement, 1.0))
+        octaves = np.fmin(np.fmax(octaves, in_force - self.max_step_octaves), in_force + self.max_step_octaves)
 
-        cut = np.fmin(self._safe_octaves(raw, in_force), np.where(telemetry.oom_count > 0, in_force - 1.0, np.inf))
+        halved = np.where(telemetry.oom_count > 0, in_force - 1.0, np.inf)
+        cut = np.fmin(self._safe_octaves(telemetry, raw, in_force), halved)
         forced = cut < octaves
-        self._pid.manual(np.where(forced, self._output(cut), np.nan), self._scaled(measurement))
-        factor = np.exp2(np.where(forced, cut, octaves))
+        if forced.any():
+            self._pid.manual(np.where(forced, self._output(cut), np.nan), measurement)
+            octaves = np.where(forced, cut, octaves)
+        factor = np.exp2(octaves)
         return Controls.of(telemetry.n, token_budget=self._budget * factor, micro_batch_cap=self._cap * factor)
 
     def state_dict(self) -> State:
@@ -136,16 +151,20 @@ class _MicroBatchPID(ArrayState):
         """The inverse of `_octaves`."""
         return octaves
 
-    def _safe_octaves(self, raw: Array, in_force: Array) -> Array:
+    def _adapt(self, measurement: Array) -> None:
+        """Change the controller's gains before it is given ``measurement`` (its unit, NaN = not measured)."""
+
+    def _safe_octaves(self, telemetry: Telemetry, raw: Array, in_force: Array) -> ArrayLike:
         """Most octaves that the latest measurement allows, whatever the controller says."""
-        return np.full_like(raw, np.inf)
+        return np.inf
 
 
-class UtilizationPID(_MicroBatchPID):
+class UtilizationPID(MicroBatchPID):
     """The textbook loop: hold GPU utilisation at a setpoint by the micro-batch's size.
 
-    Measured is ``gpu_utilization``; where there is none, ``fill`` stands in. The error is in percent points. The
-    output u passes through ``signed_log``, which compresses large corrections, and is the logarithm of the
+    Measured is ``gpu_utilization``; where there is none, ``fill`` stands in. Or, with ``signal="fill"``, the fill of
+    the time that was not spent waiting for data, which unlike NVML's figure does not saturate. The error is in percent
+    points. The output u passes through ``signed_log``, which compresses large corrections, and is the logarithm of the
     micro-batch's change since the start: ``micro-batch = start x (1 + u)`` for u > 0 and ``start / (1 + |u|)`` for
     u < 0. So u = 1 doubles and u = -1 halves, and an empty controller leaves everything as it is.
 
@@ -154,6 +173,11 @@ class UtilizationPID(_MicroBatchPID):
         kp: change u per percent point of error.
         ki: the same per interval.
         kd: the same times one interval.
+        signal: ``"utilization"`` or ``"fill"``, see above.
+        compress: whether u passes through ``signed_log``; otherwise u is octaves, and the loop equally fast however far
+            it has come.
+        recompute: whether the budget may grow beyond what fits with no layer checkpointed; if not,
+            ``fit_tokens_uncheckpointed`` bounds it, or the longest sample to come, which has to fit in any case.
         derivative_time: time constant of the derivative's filter, intervals.
         filter: ``"exponential"`` or ``"moving-average"``.
         filter_intervals: the filter's time constant, or its window, in intervals.
@@ -171,6 +195,9 @@ class UtilizationPID(_MicroBatchPID):
         ki: float = 0.03,
         kd: float = 0.01,
         *,
+        signal: Literal["utilization", "fill"] = "utilization",
+        compress: bool = True,
+        recompute: bool = True,
         derivative_time: float = 1.0,
         filter: Literal["exponential", "moving-average"] = "exponential",
         filter_intervals: float = 1.0,
@@ -179,7 +206,13 @@ class UtilizationPID(_MicroBatchPID):
     ) -> None:
         if not max_octaves > 0:
             raise ConfigError(f"max_octaves={max_octaves} must be > 0")
-        reach = float(np.exp2(max_octaves) - 1.0)
+        if signal not in ("utilization", "fill"):
+            raise ConfigError(f"signal={signal!r} must be 'utilization' or 'fill'")
+        for name, value in (("compress", compress), ("recompute", recompute)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r} must be true or false")
+        self.signal, self.compress, self.recompute = signal, compress, recompute
+        reach = float(self._output(np.asarray(max_octaves)))
         controller = PIDController(
             kp,
             ki,
@@ -195,19 +228,27 @@ class UtilizationPID(_MicroBatchPID):
     _name = "utilisation"
 
     def _measure(self, telemetry: Telemetry) -> Array:
+        if self.signal == "fill":
+            return computing_fill(telemetry)
         return np.where(np.isnan(telemetry.gpu_utilization), telemetry.fill, telemetry.gpu_utilization)
+
+    def _safe_octaves(self, telemetry: Telemetry, raw: Array, in_force: Array) -> ArrayLike:
+        if self.recompute:
+            return np.inf
+        fits = positive(telemetry.fit_tokens_uncheckpointed)
+        return np.log2(np.where(np.isnan(fits), np.inf, np.fmax(fits, positive(telemetry.upcoming_max))) / self._budget)
 
     def _scaled(self, measurement: Array) -> Array:
         return 100.0 * measurement
 
     def _octaves(self, output: Array) -> Array:
-        return signed_log(output) / np.log(2.0)
+        return signed_log(output) / np.log(2.0) if self.compress else output
 
     def _output(self, octaves: Array) -> Array:
-        return signed_exp(octaves * np.log(2.0))
+        return signed_exp(octaves * np.log(2.0)) if self.compress else octaves
 
 
-class MemoryPID(_MicroBatchPID):
+class MemoryPID(MicroBatchPID):
     """Hold the memory peak at a setpoint by the token budget's logarithm.
 
     Measured is ``memory_peak_fraction``, or ``memory_device_fraction`` (all processes) where that is higher. The
@@ -220,6 +261,11 @@ class MemoryPID(_MicroBatchPID):
         kp: octaves per unit of memory fraction.
         ki: the same per interval.
         kd: the same times one interval.
+        signal: ``"utilization"`` or ``"fill"``, see above.
+        compress: whether u passes through ``signed_log``; otherwise u is octaves, and the loop equally fast however far
+            it has come.
+        recompute: whether the budget may grow beyond what fits with no layer checkpointed; if not,
+            ``fit_tokens_uncheckpointed`` bounds it, or the longest sample to come, which has to fit in any case.
         derivative_time: time constant of the derivative's filter, intervals.
         filter: ``"exponential"`` or ``"moving-average"``.
         filter_intervals: the filter's time constant, or its window, in intervals.
@@ -262,7 +308,7 @@ class MemoryPID(_MicroBatchPID):
     def _measure(self, telemetry: Telemetry) -> Array:
         return np.fmax(telemetry.memory_peak_fraction, telemetry.memory_device_fraction)
 
-    def _safe_octaves(self, raw: Array, in_force: Array) -> Array:
+    def _safe_octaves(self, telemetry: Telemetry, raw: Array, in_force: Array) -> ArrayLike:
         return np.where(raw > self.memory_cap, in_force + np.log2(self.setpoint / np.fmax(raw, self.setpoint)), np.inf)
 
 

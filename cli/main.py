@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,3 +109,65 @@ def scenarios(
     from .scenarios import show
 
     show(source)
+
+
+@app.command()
+def tune(
+    policy: Annotated[str, typer.Argument(help="Registry name, for example pid.")],
+    plant: Annotated[
+        str, typer.Option(help="Hardware profile, the split train or val, a scenario, or your own YAML or JSON.")
+    ] = "train",
+    method: Annotated[
+        str, typer.Option(help="optuna (search), ziegler-nichols or relay (experiments on one loop).")
+    ] = "optuna",
+    trials: Annotated[int, typer.Option(help="Trials of the search in all, those of a stored one included.")] = 100,
+    rule: Annotated[
+        str, typer.Option(help="Whose gains an experiment saves: classic, no-overshoot or tyreus-luyben.")
+    ] = "tyreus-luyben",
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", metavar="NAME=VALUE", help="An option of the policy that is not tuned; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the search and of the episodes.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Policy file; default: POLICY.yaml.")
+    ] = None,
+    storage: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="SQLite file of the search, made or continued; default: by -o.")
+    ] = None,
+) -> None:
+    """Tune a policy's options on simulated trainings, and save them as a file for `run --policy`."""
+    from .tune import tune as tune_policy
+
+    tune_policy(
+        policy, plant, method, rule=rule, trials=trials, seed=seed, options=option or [], output=output, storage=storage
+    )
+
+
+@app.command()
+def compare(
+    split: Annotated[
+        str, typer.Option(metavar="SPLITS", help="Splits, single scenarios or files, separated by commas.")
+    ] = "test-id,test-ood,test-hard",
+    policies: Annotated[
+        str | None, typer.Option(help="Names, separated by commas; default: every policy and yardstick.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Of the objectives, for example throughput=1,energy=0.3; others are 0.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Episodes a scenario.")] = 1,
+    horizon: Annotated[int, typer.Option(help="Decisions in an episode.")] = 120,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where results go; what is there already is not run again.")
+    ] = Path("comparison"),
+    validate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Run a results.json again; exit 1 if a row differs.")
+    ] = None,
+) -> None:
+    """Compare policies on simulated trainings: scores, safety, figures."""
+    from . import compare as comparing
+
+    if validate is not None:
+        raise typer.Exit(comparing.check(validate, jobs))
+    comparing.compare(split, policies, weights, seeds, horizon, jobs, out)

@@ -109,7 +109,10 @@ class LimitsConfig(_Section):
 class CruiseConfig(_Section):
     """All settings of a run."""
 
-    policy: str = Field(default="cruise", description='Who decides: a registered policy or `"package.module:Class"`.')
+    policy: str = Field(
+        default="cruise",
+        description='Who decides: a registered policy, `"package.module:Class"`, or a policy file (YAML).',
+    )
     policy_options: dict[str, Any] = Field(default={}, description="Keyword arguments of the policy.")
     observe: bool = Field(default=False, description="Only watch: measure and log, change nothing.")
     interval_s: float = Field(default=30.0, gt=0, le=86400, description="Seconds between two decisions.")
@@ -182,13 +185,21 @@ class CruiseConfig(_Section):
     @classmethod
     def _policy_is_known(cls, value: str) -> str:
         from .policy import REGISTRY  # brings numpy, which merely reading the settings does not need
+        from .policy_file import find_policy_file, is_policy_file
 
+        if is_policy_file(value):
+            try:
+                find_policy_file(value)
+            except ConfigError as error:
+                raise ValueError(str(error).partition(": ")[2]) from None
+            return value
         if value in REGISTRY or _MODULE_ATTRIBUTE.fullmatch(value) or (os.sep in value and Path(value).exists()):
             return value
         close = difflib.get_close_matches(value, REGISTRY, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"is not a known policy; {hint}choose one of {', '.join(sorted(REGISTRY))}, or 'package.module:Class'"
+            f"is not a known policy; {hint}choose one of {', '.join(sorted(REGISTRY))}, 'package.module:Class', or a "
+            "policy file"
         )
 
     @field_validator("memory_target")
@@ -265,8 +276,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def parse_assignment(text: str) -> dict[str, Any]:
+def parse_assignment(text: str, option: str = "--set") -> dict[str, Any]:
     """`"guard.hysteresis=0.1"` as ``{"guard": {"hysteresis": 0.1}}``; the value is read as YAML.
+
+    Args:
+        text: What was given.
+        option: The command line's option that it was given to, for errors.
 
     Raises:
         ConfigError: no `=`, an empty key, or a value that is not YAML.
@@ -274,11 +289,11 @@ def parse_assignment(text: str) -> dict[str, Any]:
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):
-        raise ConfigError(f"--set {text}: write key=value, for example --set guard.hysteresis=0.1")
+        raise ConfigError(f"{option} {text}: write key=value, for example {option} guard.hysteresis=0.1")
     try:
         result: Any = yaml.load(value, _UniqueKeyLoader)
     except yaml.YAMLError:
-        raise ConfigError(f"--set {text}: the value is not YAML; put quotes around it") from None
+        raise ConfigError(f"{option} {text}: the value is not YAML; put quotes around it") from None
     for name in reversed(names):
         result = {name: result}
     return result

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .controls import Controls
 from .errors import ConfigError, UnknownPolicy
+from .policy_file import is_policy_file, read_policy_file
 from .telemetry import Telemetry
 
 #: A policy's state: JSON-serialisable, so that a checkpoint carries it without executing code on load.
@@ -49,8 +50,18 @@ class Policy(Protocol):
 #: Built-in policies by name: "module:attribute", imported when asked for.
 REGISTRY: dict[str, str | Callable[..., Policy]] = {
     "static": "swiftcruise.baselines.static:StaticPolicy",
+    "default": "swiftcruise.baselines.simple:DefaultPolicy",
+    "rule": "swiftcruise.baselines.simple:RulePolicy",
+    "aimd": "swiftcruise.baselines.aimd:AIMDPolicy",
+    "extremum-seeking": "swiftcruise.baselines.extremum:ExtremumSeekingPolicy",
+    "mpc": "swiftcruise.baselines.mpc:MPCPolicy",
     "pid": "swiftcruise.baselines.pid_policies:UtilizationPID",
     "pid-memory": "swiftcruise.baselines.pid_policies:MemoryPID",
+    "pid-thermal": "swiftcruise.baselines.power_loops:ThermalPID",
+    "pid-power": "swiftcruise.baselines.power_loops:PowerPID",
+    "multi-loop": "swiftcruise.baselines.multi_loop:MultiLoopPID",
+    "gain-scheduled": "swiftcruise.baselines.gain_scheduled:GainScheduledPID",
+    "fuzzy-pid": "swiftcruise.baselines.fuzzy:FuzzyPID",
     "cruise": "swiftcruise.baselines.cruise:CruisePolicy",
 }
 
@@ -63,13 +74,19 @@ def register(name: str, factory: str | Callable[..., Policy]) -> None:
 def make_policy(name: str, defaults: Mapping[str, Any] | None = None, **options: Any) -> Policy:
     """The policy registered under `name` (or at "package.module:Class"), built with `options`.
 
+    A `name` that ends in ".yaml" is a policy file (`policy_file`): its options hold where `options` does not say
+    otherwise.
+
     `defaults` are what the run knows anyway (a memory cap, say): given where the policy has a parameter of that name
     and `options` does not say otherwise.
 
     Raises:
         UnknownPolicy: no such name; the message lists the known ones.
-        ConfigError: the policy refuses an option.
+        ConfigError: the policy refuses an option, or the policy file cannot be used.
     """
+    if is_policy_file(name):
+        file = read_policy_file(name)
+        name, options = file.policy, {**file.policy_options, **options}
     target = REGISTRY.get(name, name if ":" in name else None)
     if target is None:
         close = difflib.get_close_matches(name, REGISTRY, n=1)

@@ -42,7 +42,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _OPTION = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
-_OURS = re.compile(r"(?<![\w/.-])swiftcruise ((?:run|doctor|plugin-path|profiles|scenarios|--)[^)\"]*)")
+_OURS = re.compile(r"(?<![\w/.-])swiftcruise ((?:run|doctor|plugin-path|profiles|scenarios|compare|tune|--)[^)\"]*)")
 _TRAINS = re.compile(r"\bswift\s+(sft|pt|rlhf)\s+-|examples/python_api\.py")
 #: Commands that change the machine or come before the checkout; their blocks are read, not run.
 _SETTING_UP = ("make", "pip", "git", "cd", "python3", "source", "nvidia-smi")
@@ -164,7 +164,9 @@ def test_every_other_option_belongs_to_ms_swift_or_to_a_script_of_ours():
     known = set(RLHFArguments.__dataclass_fields__)
     for command in get_command(app).commands.values():  # type: ignore[attr-defined]
         known |= {option.strip("-").replace("-", "_") for p in command.params for option in p.opts}
-    for script in [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.py"), *ROOT.glob("cli/*.py")]:
+    for script in (
+        path for folder in ("benchmarks", "docs", "cli", "examples") for path in ROOT.glob(f"{folder}/*.py")
+    ):
         options = re.findall(r"add_argument\(\s*\"--([\w-]+)", script.read_text(encoding="utf-8"))
         known |= {option.replace("-", "_") for option in options}
     known |= {"logdir", "logdir_spec", "version", "help"}  # TensorBoard's, and the root command's
@@ -196,7 +198,7 @@ def test_every_example_of_a_configuration_is_valid():
     load_config(ROOT / "examples" / "cruise.yaml", environ={})
 
 
-@pytest.mark.parametrize("name", ["cruise", "pid"])
+@pytest.mark.parametrize("name", ["cruise", "pid", "rule", "aimd", "extremum-seeking", "mpc", "multi-loop"])
 def test_the_options_of_a_policy_have_the_documented_defaults(name):
     page = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]

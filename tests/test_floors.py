@@ -68,7 +68,7 @@ def test_the_import_linter_knows_every_floor():
     assert set(roots) == {f"swiftcruise.{floor}" for floor in FLOORS if (ROOT / floor / "__init__.py").exists()}
 
 
-@pytest.mark.parametrize("package", ["runtime", "envs", "cli"])
+@pytest.mark.parametrize("package", ["runtime", "envs", "agents", "cli"])
 def test_importing_a_floor_loads_neither_torch_nor_ms_swift(package):
     names = [
         "swiftcruise." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

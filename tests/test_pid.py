@@ -139,6 +139,40 @@ def test_the_derivative_filter_spreads_a_jump_and_loses_none_of_it():
     assert sum(derivatives) == pytest.approx(-1.0)
 
 
+def test_without_a_time_step_the_clock_tells_it():
+    now = 100.0
+    pid, told = PIDController(1.0, 0.5, 0.2, 1.0, clock=lambda: now), PIDController(1.0, 0.5, 0.2, 1.0)
+    for passed, measurement in ((2.0, 0.0), (0.5, 0.4), (30.0, 0.7)):
+        now += passed
+        assert pid.update(measurement) == told.update(measurement, passed)
+    assert pid.update(0.9) == told.output  # no time has passed
+
+
+@given(
+    gain, gain, gain, anti_windup, st.lists(st.tuples(value, st.floats(0.01, 10)), min_size=1, max_size=10),
+    st.lists(st.tuples(st.sampled_from([np.nan, np.inf, -np.inf]), anything), min_size=1, max_size=10),
+)  # fmt: skip
+@settings(max_examples=50)
+def test_whatever_went_before_a_measurement_that_fails_holds_the_last_output(kp, ki, kd, scheme, history, silence):
+    pid = PIDController(kp, ki, kd, 1.0, output_limits=(-3.0, 7.0), derivative_time=0.5, anti_windup=scheme)
+    for measurement, dt in history:
+        pid.update(measurement, dt)
+    held, terms = pid.output.tolist(), [term.tolist() for term in pid.terms]
+    for measurement, dt in silence:
+        assert pid.update(measurement, dt).tolist() == held
+    assert [term.tolist() for term in pid.terms] == terms
+
+
+@given(value, st.floats(0.1, 5), st.floats(0, 5), anti_windup)
+@settings(max_examples=50)
+def test_manual_and_automatic_may_alternate_without_a_bump(measurement, kp, ki, scheme):
+    pid = PIDController(kp, ki, 0.0, measurement, output_limits=(-200.0, 200.0), anti_windup=scheme)
+    for by_hand in (5.0, -40.0, 0.0):  # at the setpoint nothing moves the output but the hand
+        pid.manual(by_hand, measurement)
+        for _ in range(3):
+            assert pid.update(measurement, 1.0)[0] == pytest.approx(by_hand, abs=1e-9)
+
+
 @pytest.mark.parametrize("scheme", ["back-calculation", "clamping"])
 def test_it_settles_a_lagging_process_without_error(scheme):
     pid = PIDController(1.0, 0.3, 0.2, [1.0, 5.0], output_limits=(0.0, 8.0), anti_windup=scheme, n=2)

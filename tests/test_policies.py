@@ -88,6 +88,7 @@ def test_the_sample_cap_follows_the_budget_in_proportion():
 
 def test_fill_stands_in_where_there_is_no_utilisation():
     policy = UtilizationPID()
+    policy.reset(2)
     policy.act(Telemetry.of(2, gpu_utilization=[0.5, np.nan], fill=[0.9, 0.4], token_budget=100.0))
     assert policy.diagnostics()["measurement"] == pytest.approx([0.5, 0.4])
     assert policy.diagnostics()["error"] == pytest.approx([0.2, 0.3])

@@ -349,7 +349,9 @@ def _budgets(population: Population, random: Random, hardware: str) -> dict[str,
     budget = population.budget.draw(random)
     budgets = {}
     if budget in ("energy", "both"):
-        budgets["energy"] = population.energy.draw(random)
+        energy = population.energy.draw(random)
+        if load_hardware(hardware).accelerator:  # nothing keeps a budget where no power limit can be set
+            budgets["energy"] = energy
     if budget in ("temperature", "both"):
         throttles = load_hardware(hardware).throttle_celsius.value
         budgets["temperature_c"] = round(throttles - population.below_throttling.draw(random), 1)

@@ -1,0 +1,1 @@
+"""Policies compared under one protocol."""
