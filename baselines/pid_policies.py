@@ -261,11 +261,6 @@ class MemoryPID(MicroBatchPID):
         kp: octaves per unit of memory fraction.
         ki: the same per interval.
         kd: the same times one interval.
-        signal: ``"utilization"`` or ``"fill"``, see above.
-        compress: whether u passes through ``signed_log``; otherwise u is octaves, and the loop equally fast however far
-            it has come.
-        recompute: whether the budget may grow beyond what fits with no layer checkpointed; if not,
-            ``fit_tokens_uncheckpointed`` bounds it, or the longest sample to come, which has to fit in any case.
         derivative_time: time constant of the derivative's filter, intervals.
         filter: ``"exponential"`` or ``"moving-average"``.
         filter_intervals: the filter's time constant, or its window, in intervals.

@@ -240,7 +240,7 @@ class LiveRun:
 
     def _bands(self) -> list[Band]:
         """The margin charts' bands: memory under this run's cap, and utilisation where a policy holds it."""
-        holds = not self.config.observe and self.config.policy == "pid"
+        holds = not self.config.observe and getattr(self.loop.policy, "signal", None) == "utilization"
         bands = [band for band in DEFAULT_BANDS if holds and band.field != "memory_peak_fraction"]
         memory = Band("memory_peak_fraction", setpoint=(0.0, self._memory_target), alarm=(0.0, self.config.memory_cap))
         return [*bands, memory]

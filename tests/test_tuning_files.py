@@ -140,7 +140,7 @@ def test_every_tuned_policy_that_comes_with_the_package_can_be_used_by_its_name(
             assert file.provenance["score"] >= file.provenance["default_score"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", shipped())
 def test_a_tuned_policy_that_comes_with_the_package_has_the_scores_that_it_states(name):
     # They move with plant and policy: then the command in the file finds new ones.
