@@ -74,12 +74,12 @@ class Cell:
         chosen = slice(*self.part) if self.part else slice(None)
         if self.yardstick == SETTINGS:
             return run_settings(GRID[chosen], assembly, keys, scenarios, horizon=self.horizon)
-        from ..baselines import oracle
+        from ..baselines import clairvoyant, oracle
 
         asked = (assembly, keys[chosen], scenarios[chosen], self.weights, self.horizon)
         if self.yardstick == BOUND:
             return {"return": oracle.upper_bound(*asked).sum(axis=1)}
-        done = oracle.clairvoyant(*asked)
+        done = clairvoyant.clairvoyant(*asked)
         sums = {name: done.terms[:, :, k].sum(axis=1) for k, name in enumerate(OBJECTIVES)}
         return sums | {"return": done.rewards.sum(axis=1)}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftcruise.envs import objectives
-from swiftcruise.envs.plants import assembly, interval
+from swiftcruise.envs.plants import assembly, heat, interval, memory_belief
 from swiftcruise.envs.plants.profile import load_framework, load_hardware, profile_names
 from swiftcruise.envs.scenarios import drawing
 from swiftcruise.envs.scenarios.disturbances import KINDS
@@ -147,13 +147,13 @@ def framework_table() -> str:
 def interval_table() -> str:
     """Constants of a control interval, which no profile holds."""
     rows: list[tuple[str, float, str, str]] = [
-        ("MARGIN", interval._MARGIN, "margin on the run's memory model", "as in `runtime.memory_model`"),
+        ("MARGIN", memory_belief._MARGIN, "margin on the run's memory model", "as in `runtime.memory_model`"),
         ("MODEL_LEARNS", interval._MODEL_LEARNS, "share of its error that an interval removes", "assumed"),
         ("MODEL_NOISE", interval._MODEL_NOISE, "standard deviation of the noise in what it learns", "assumed"),
-        ("MOST_CAUTION", interval._MOST_CAUTION, "greatest `caution` after out-of-memory events", "assumed"),
+        ("MOST_CAUTION", memory_belief.MOST_CAUTION, "greatest `caution` after out-of-memory events", "assumed"),
         (
             "CAUTION_FADES",
-            interval._CAUTION_FADES,
+            memory_belief.CAUTION_FADES,
             "its logarithmic decay, a micro-batch",
             "as in `runtime.memory_model`",
         ),
@@ -166,13 +166,13 @@ def interval_table() -> str:
         ("SMOOTH", interval._SMOOTH, "width of the corner between computing and loading", "assumed"),
         (
             "THROTTLING_COST",
-            interval._THROTTLING_COST,
+            heat._THROTTLING_COST,
             "further time where heat takes all dynamic power away, relative",
             "assumed",
         ),
         (
             "TIME_NOISE",
-            interval._TIME_NOISE,
+            interval.TIME_NOISE,
             "of a step's time, relative",
             "measured: ms-swift's tables repeat within 0.4 %",
         ),

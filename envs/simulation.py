@@ -22,7 +22,8 @@ from ..runtime.telemetry import Telemetry
 from .objectives import OBJECTIVES, Weights, fixed_weights, reward_vector, sample_weights
 from .plants.assembly import assemble
 from .plants.compiling import compiled, register
-from .plants.interval import foresee, run_interval, tell_upcoming
+from .plants.course import foresee
+from .plants.interval import run_interval, tell_upcoming
 from .plants.simulated import CONTROLS, FUNCTIONS, SCRATCH, SimulatedPlant, Snapshot, reset_plant, set_controls
 from .scenarios.splits import Source, load_scenarios
 

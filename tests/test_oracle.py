@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from swiftcruise.baselines.oracle import clairvoyant, upper_bound
+from swiftcruise.baselines.clairvoyant import clairvoyant
+from swiftcruise.baselines.oracle import upper_bound
 from swiftcruise.envs.objectives import DEFAULT_WEIGHTS
 from swiftcruise.envs.plants.assembly import assemble
 from swiftcruise.envs.scenarios.splits import load_split

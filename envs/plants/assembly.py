@@ -17,12 +17,11 @@ from ..scenarios.disturbances import fill
 from ..scenarios.scenario import Scenario
 from ..scenarios.workloads import dataset
 from . import compiling, physics
-from .interval import NODES
 from .kept_tables import kept_table
 from .lengths import Lengths
 from .packing import CLASSES, COLUMNS, PackingTable, StackedTables, read_all
 from .profile import GIB, HardwareProfile, ModelProfile, load_framework, load_hardware, load_model
-from .records import CONSTANTS
+from .records import CONSTANTS, NODES
 from .setting import architecture, framework_constants, hardware_constants, implementation, power_curve, tuning
 
 # Costs of moving an actuator, assumed: seconds to start loader workers (a process imports torch), to run with new
@@ -46,8 +45,8 @@ class Assembly:
         constants: (scenarios,) records of `CONSTANTS`.
         limits: Control limits; `constants["limits"]` tells which are whose.
         packing: Packing tables; `constants["table"]` likewise.
-        curves: (curves, 3, NODES) power curves, see `interval.under_limit`; `constants["curve"]` likewise.
-        longest: (scenarios, 2, NODES) see `interval.foresee`.
+        curves: (curves, 3, NODES) power curves, see `heat.under_limit`; `constants["curve"]` likewise.
+        longest: (scenarios, 2, NODES) see `course.foresee`.
     """
 
     scenarios: tuple[Scenario, ...]
@@ -169,7 +168,7 @@ def _launch_tokens(time: physics.TimeCoefficients, lengths: Lengths, samples: in
 
 
 def _power_curve(hardware: str) -> np.ndarray:
-    """What `interval.under_limit` and `interval.when_drawing` read of a busy device, shape ``(3, NODES)``.
+    """What `heat.under_limit` and `heat.when_drawing` read of a busy device, shape ``(3, NODES)``.
 
     Over its power limit (0 to 1 of the design power) the share of the dynamic power and the time; the time over that
     share.

@@ -17,6 +17,9 @@ from ...runtime.controls import CONTROL_FIELDS
 from ...runtime.telemetry import TELEMETRY_FIELDS
 from ..scenarios import disturbances
 from . import physics
+from .course import foresee, length_scale
+from .heat import activity_of, powered
+from .memory_belief import CAUTION_FADES, MOST_CAUTION, belief, fitting_tokens, least_checkpointing, more_careful
 from .packing import CLASSES, COLUMNS, read_all
 from .random_numbers import bell, uniform
 
@@ -76,81 +79,19 @@ _T_TEMPERATURE_LIMIT = TELEMETRY_FIELDS.index("temperature_limit_c")
 _T_CONTROLS = np.array([TELEMETRY_FIELDS.index(name) for name in CONTROL_FIELDS])
 _TELEMETRY = len(TELEMETRY_FIELDS)
 
-#: Nodes of the tables of longest samples (equally likely steps) and of the power curve.
-NODES = 64
+# Random streams beyond those of the disturbances (1 to 15) and of the longest samples (20, 21).
+_PREVIEW, TIME_STREAM, _POWER_NOISE, _MODEL, _SILENCE, _START = 22, 23, 24, 25, 26, 27
 
-# Random streams beyond those of the disturbances (1 to 15).
-_LONGEST, _HIDDEN_LONGEST, _PREVIEW, _TIME, _POWER_NOISE, _MODEL, _SILENCE, _START = 20, 21, 22, 23, 24, 25, 26, 27
-
-_MARGIN = 1.03  # of the run's memory model, see runtime.memory_model
-_MOST_CAUTION, _CAUTION_FADES = 8.0, math.log(0.998)  # after an out-of-memory event; a micro-batch
 _MODEL_LEARNS = 0.15  # share of the memory model's error that an interval's peaks remove (assumed)
 _MODEL_NOISE = 0.02  # what an interval adds to it, relative to what it learns: a deviation of 0.006 remains
 _USUAL_GROWTH, _CHANGE_GROWTH = 0.05, 0.4  # fragmentation: share of the way an interval, and an octave (assumed)
-_TIME_NOISE = 0.005  # of the mean over an interval; single runs repeat within 0.4 % (ms-swift's tables)
+TIME_NOISE = 0.005  # of the mean over an interval; single runs repeat within 0.4 % (ms-swift's tables)
 _POWER_SIGMA = 0.025  # of the power sensor (Zeus's traces at 2 s: 2-3 %)
 MEMORY_ALARM = 0.95  #: peak of all processes that counts as a violation, fraction of capacity
 _PACE_SLACK = 0.02  # share of an energy budget that may be used ahead of time
 MEMORY_CAP = 0.90  #: of all processes, fraction of capacity: what the run itself plans for (`MemoryWatch`)
-_THROTTLING_COST = 0.5  # further time where heat takes all dynamic power away, relative (assumed)
 _SMOOTH = 0.1  # data wait starts this share of the compute time before loading becomes slower
 _RETUNED = 0.1  # octaves of budget that need no retuning
-
-
-def longest_sample(quantiles: np.ndarray, chance: float) -> float:
-    """Length of an interval's longest sample, tokens.
-
-    Args:
-        quantiles: (NODES,) its quantiles at equal steps from 0 to 1.
-        chance: Uniform on (0, 1).
-    """
-    y = chance * (NODES - 1.0)
-    i = min(int(y), NODES - 2)
-    return quantiles[i] + (quantiles[i + 1] - quantiles[i]) * (y - i)
-
-
-def foresee(c: Any, s: Any, longest: np.ndarray, interval: int) -> None:
-    """Move the conditions on: the interval to come is the one that was foreseen, and another is drawn after it.
-
-    Args:
-        c: Constants of the scenario.
-        s: State; its `then` becomes `now`.
-        longest: (2, NODES) quantiles of the longest of the samples that the preview shows, and of the others.
-        interval: Number of the interval that is drawn, from 0.
-    """
-    x = s.then
-    _copy_conditions(x, s.now)
-    disturbances.advance(c.disturbances, s.memory, x, s.key, interval)
-    previewed = longest_sample(longest[0], uniform(s.key, _LONGEST, interval))
-    all_samples = previewed
-    if c.preview_share < 1.0:
-        all_samples = max(previewed, longest_sample(longest[1], uniform(s.key, _HIDDEN_LONGEST, interval)))
-    x.longest = max(1.0, math.floor(min(all_samples * x.length_scale, c.max_length)))
-    x.previewed = max(1.0, math.floor(min(previewed * x.length_scale, c.max_length)))
-
-
-def _copy_conditions(source: Any, target: Any) -> None:
-    target.length_scale = source.length_scale
-    target.preparation = source.preparation
-    target.disk = source.disk
-    target.network = source.network
-    target.straggler = source.straggler
-    target.ambient_c = source.ambient_c
-    target.cooling = source.cooling
-    target.neighbours = source.neighbours
-    target.neighbour_memory = source.neighbour_memory
-    target.neighbour_compute = source.neighbour_compute
-    target.host_load = source.host_load
-    target.evaluation = source.evaluation
-    target.evaluation_memory = source.evaluation_memory
-    target.creep = source.creep
-    target.longest = source.longest
-    target.previewed = source.previewed
-
-
-def length_scale(c: Any, x: Any) -> float:
-    """Lengths of the samples relative to those of the packing table; a mean close to `max_length` cannot grow."""
-    return min(x.length_scale, max(1.0, 0.9 * c.max_length / c.mean_length))
 
 
 def begin(c: Any, s: Any, longest: np.ndarray, key: np.uint64, scenario: int) -> None:
@@ -167,27 +108,6 @@ def begin(c: Any, s: Any, longest: np.ndarray, key: np.uint64, scenario: int) ->
     foresee(c, s, longest, 0)
     foresee(c, s, longest, 1)
     s.temperature_c = c.ambient_c + s.now.ambient_c + (5.0 + 10.0 * uniform(key, _START, 0))
-
-
-def belief(s: Any) -> float:
-    """What the run's memory model takes activations for, relative to the truth, its margin included."""
-    return _MARGIN * s.caution * math.exp(s.memory_error)
-
-
-def fitting_tokens(c: Any, s: Any, believed: float, length: float, checkpointed: float, target: float) -> float:
-    """Most tokens of a micro-batch that the run's memory model expects to keep `target` (fraction of capacity)."""
-    limit = c.memory.static + ((target - s.creep) * c.capacity - c.memory.static) / believed
-    return physics.fitting_tokens(c.memory, length, checkpointed, c.least_fragmentation, limit)
-
-
-def least_checkpointing(
-    c: Any, s: Any, believed: float, tokens: float, length: float, fixed: float, target: float
-) -> float:
-    """Checkpointed share of layers that the run gives a micro-batch: the `fixed` one, or the least for `target`."""
-    if fixed == fixed:
-        return fixed
-    limit = c.memory.static + ((target - s.creep) * c.capacity - c.memory.static) / believed
-    return physics.least_checkpointing(c.memory, tokens, length, c.layers, c.least_fragmentation, limit)
 
 
 def passes(
@@ -229,90 +149,6 @@ def passes(
     out[0] = seconds / CLASSES
     out[1] = device / CLASSES
     out[2] = share / weight
-
-
-def under_limit(c: Any, curves: np.ndarray, activity: float, limit: float) -> tuple[float, float]:
-    """What a power limit does: share of the dynamic power that is drawn, and time relative to no limit.
-
-    Read from a table of `physics.limited_share` and `physics.slowdown` for a busy device. One that is less active draws
-    less dynamic power; what the limit leaves above the static power then counts for more.
-
-    Args:
-        c: Constants.
-        curves: (curves, 3, NODES), see `Assembly`; share and time at equal steps of `limit` from 0 to 1.
-        activity: Dynamic power relative to a busy device, 0..1.
-        limit: In units of the thermal design power.
-    """
-    static = c.power.static
-    y = min(max(static + (limit - static) / activity, 0.0), 1.0) * (NODES - 1.0)
-    i = min(int(y), NODES - 2)
-    shares, times = curves[c.curve, 0], curves[c.curve, 1]
-    part = y - i
-    return shares[i] + (shares[i + 1] - shares[i]) * part, times[i] + (times[i + 1] - times[i]) * part
-
-
-def when_drawing(c: Any, curves: np.ndarray, share: float) -> float:
-    """Time relative to no limit of a device that draws a share of its dynamic power, from the same table."""
-    y = min(max(share, 0.0), 1.0) * (NODES - 1.0)
-    i = min(int(y), NODES - 2)
-    times = curves[c.curve, 2]
-    return times[i] + (times[i + 1] - times[i]) * (y - i)
-
-
-def activity_of(occupancy: float) -> float:
-    """Dynamic power relative to a full load, where the device computes this share of a micro-batch's time (assumed)."""
-    return 0.35 + 0.65 * occupancy
-
-
-def powered(
-    c: Any,
-    curves: np.ndarray,
-    activity: float,
-    limit: float,
-    compute: float,
-    loading: float,
-    workers: float,
-    temperature: float,
-    ambient: float,
-    resistance: float,
-) -> tuple[float, float, float]:
-    """What power limit and heat make of an interval.
-
-    Heat takes the clock down until the mean power is what the sink carries off. A hot device's clock swings around what
-    it needs: the deeper it is cut, the more that costs.
-
-    Args:
-        c: Constants.
-        curves: See `under_limit`.
-        activity: See `activity_of`.
-        limit: Power limit, in units of the thermal design power.
-        compute: Computing time of an optimizer step without a limit, s.
-        loading: Time to load its samples, s.
-        workers: Loader workers; without any the device waits for all of the loading.
-        temperature: At the start, degrees C.
-        ambient: Degrees C.
-        resistance: Degrees C per W.
-
-    Returns:
-        Time relative to no limit, power while computing (W), share of the interval that is throttled.
-    """
-    drawn, slow = under_limit(c, curves, activity, limit)
-    busy = compute * slow / (max(compute * slow, loading) if workers > 0.0 else compute * slow + loading)
-    dynamic = c.dynamic_power * activity
-    watts = c.power_w * (c.power.static + dynamic * drawn)
-    settled = ambient + resistance * (c.idle_w + (watts - c.idle_w) * busy)
-    if settled <= c.throttle_c:
-        return slow, watts, 0.0
-    throttled = 1.0
-    if temperature < c.throttle_c:
-        cool = c.sink_seconds * math.log((settled - temperature) / (settled - c.throttle_c))
-        throttled = max(0.0, 1.0 - cool / c.interval_s)
-    carried = ((c.throttle_c - ambient) / resistance - c.idle_w * (1.0 - busy)) / busy / c.power_w
-    held = min(max((carried - c.power.static) / dynamic, 0.02), drawn)
-    slowest = when_drawing(c, curves, held) * (1.0 + _THROTTLING_COST * (1.0 - held / drawn))
-    slow *= 1.0 + throttled * (max(slowest / slow, 1.0) - 1.0)
-    watts += throttled * c.power_w * dynamic * (held - drawn)
-    return slow, watts, throttled
 
 
 def data_wait(loading: float, compute: float, workers: float) -> float:
@@ -397,8 +233,8 @@ def run_interval(
             break
         if not surprised:
             # The memory model takes the failure as a measurement: at most twice as careful as before.
-            more = _caution(c, believed, tokens, longest, checkpointed, available)
-            s.caution = min(s.caution * more, _MOST_CAUTION)
+            more = more_careful(c, believed, tokens, longest, checkpointed, available)
+            s.caution = min(s.caution * more, MOST_CAUTION)
             believed = belief(s)
         surprised = False
         if tokens > longest:
@@ -429,7 +265,7 @@ def run_interval(
         computing_threads = min(controls[_THREADS], free)
         compute *= 0.1 + 0.9 * c.cores / computing_threads
     compute = (compute + c.time.optimizer) / (1.0 - x.neighbour_compute)
-    compute *= 1.0 + c.noise * _TIME_NOISE * bell(key, _TIME, interval)
+    compute *= 1.0 + c.noise * TIME_NOISE * bell(key, TIME_STREAM, interval)
     lost += ooms * (c.flush_s + 0.5 * compute)
     allocated = physics.allocated_bytes(c.memory, tokens, longest, checkpointed)
     reserved = physics.reserved_bytes(c.memory, tokens, longest, checkpointed, s.fragmentation, 1e18)
@@ -480,7 +316,7 @@ def run_interval(
     passed = steps * micro_batches
     s.creep = min(s.creep + x.creep * passed / 1000.0, 0.9)
     if s.caution > 1.0:
-        s.caution = 1.0 + (s.caution - 1.0) * math.exp(passed * _CAUTION_FADES)
+        s.caution = 1.0 + (s.caution - 1.0) * math.exp(passed * CAUTION_FADES)
     s.memory_error += _MODEL_LEARNS * (_MODEL_NOISE * c.noise * bell(key, _MODEL, interval) - s.memory_error)
 
     s.time_s += wall
@@ -536,15 +372,6 @@ def run_interval(
         row[_T_THROTTLED] = throttled
 
 
-def _caution(c: Any, believed: float, tokens: float, length: float, checkpointed: float, available: float) -> float:
-    """Factor by which the memory model's prediction falls short of what just failed, 1 to 2 (see observe_oom)."""
-    activations = physics.stored_bytes(c.memory, tokens, length, checkpointed)
-    activations += c.least_fragmentation * physics.transient_bytes(c.memory, tokens, length)
-    predicted = activations * believed
-    needed = available - c.memory.static
-    return min(max(needed / predicted, 1.1), 2.0)
-
-
 def tell_upcoming(c: Any, s: Any, row: np.ndarray) -> None:
     """Write to the telemetry what is known of what comes, and what the memory model fits in.
 
@@ -582,24 +409,5 @@ def violation(c: Any, s: Any) -> float:
     return worst
 
 
-#: For `compiling.register`, callees before callers (besides those of `physics`, `packing`, `random_numbers`, ...).
-FUNCTIONS = (
-    longest_sample,
-    length_scale,
-    _copy_conditions,
-    foresee,
-    begin,
-    belief,
-    fitting_tokens,
-    least_checkpointing,
-    passes,
-    under_limit,
-    when_drawing,
-    activity_of,
-    powered,
-    data_wait,
-    _caution,
-    run_interval,
-    tell_upcoming,
-    violation,
-)
+#: For `compiling.register`, callees before callers (besides those of the modules above).
+FUNCTIONS = (begin, passes, data_wait, run_interval, tell_upcoming, violation)

@@ -11,6 +11,9 @@ from ...runtime.controls import CONTROL_FIELDS
 from ..scenarios.disturbances import CONDITIONS, MEMORY, PARAMETERS
 from .physics import MemoryCoefficients, PowerCurve, TimeCoefficients
 
+#: Nodes of the tables of longest samples (equally likely steps) and of power curves.
+NODES = 64
+
 
 def _floats(fields: tuple[str, ...]) -> np.dtype:
     return np.dtype([(field, "f8") for field in fields])

@@ -14,10 +14,11 @@ from ...runtime.errors import ConfigError
 from ...runtime.telemetry import TELEMETRY_FIELDS, Telemetry
 from ..scenarios import disturbances
 from ..scenarios.scenario import Scenario
-from . import interval, packing, physics, random_numbers
+from . import course, heat, interval, memory_belief, packing, physics, random_numbers
 from .assembly import Assembly, assemble
 from .compiling import compiled, register
-from .interval import begin, foresee, run_interval, tell_upcoming
+from .course import foresee
+from .interval import begin, run_interval, tell_upcoming
 from .records import STATE
 
 Snapshot = dict[str, np.ndarray]
@@ -127,6 +128,9 @@ FUNCTIONS = (
     packing.read_all,
     *random_numbers.FUNCTIONS,
     *disturbances.FUNCTIONS,
+    *course.FUNCTIONS,
+    *memory_belief.FUNCTIONS,
+    *heat.FUNCTIONS,
     *interval.FUNCTIONS,
     possible,
     set_controls,
