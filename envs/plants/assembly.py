@@ -15,7 +15,7 @@ from ...runtime.controls import CONTROL_FIELDS, ControlLimits, Limit
 from ...runtime.errors import ConfigError
 from ..scenarios.disturbances import fill
 from ..scenarios.scenario import Scenario
-from ..scenarios.workloads import dataset
+from ..scenarios.workloads import dataset, sample_lengths
 from . import compiling, physics
 from .kept_tables import kept_table
 from .lengths import Lengths
@@ -84,7 +84,7 @@ def assemble(scenarios: Sequence[Scenario], horizon: int = 120) -> Assembly:
         record["curve"] = curves.setdefault(scenario.hardware, len(curves))
         record["limits"] = limits.setdefault(own, len(limits))
     stacked = _stacked(tuple(tables))
-    lengths = [_lengths(*packing[:3]) for packing in tables]
+    lengths = [sample_lengths(*packing[:3]) for packing in tables]
     own_lengths = [lengths[table] for table in constants["table"]]
     speeds = _reference_speeds(constants, stacked, np.array([each.longest for each in own_lengths]))
     _fill_references(constants, speeds)
@@ -119,11 +119,6 @@ class _Packing(NamedTuple):
     launch_tokens: float
 
 
-@cache
-def _lengths(data: str, tokens_scale: float, max_length: float) -> Lengths:
-    return dataset(data).lengths().scaled(tokens_scale).limited(max_length, "truncate")
-
-
 class _Statistics(NamedTuple):
     mean: float
     deviation: float
@@ -143,7 +138,7 @@ def _most_padding(lengths: Lengths, samples: int) -> float:
 
 @cache
 def _table(packing: _Packing) -> PackingTable:
-    return kept_table(_lengths(*packing[:3]), packing.samples, packing.launch_tokens)
+    return kept_table(sample_lengths(*packing[:3]), packing.samples, packing.launch_tokens)
 
 
 @lru_cache(maxsize=4)  # environments beside each other share what they only read
@@ -198,7 +193,7 @@ def _fill(
     work, mismatch, host = scenario.workload, scenario.mismatch, scenario.host
     framework = load_framework()
     nominal = device.profile
-    lengths = _lengths(work.data, model.tokens_scale.value, work.max_length)
+    lengths = sample_lengths(work.data, model.tokens_scale.value, work.max_length)
     statistics = _statistics(lengths)
     samples = work.batch // work.ranks
     true = device.constants._replace(

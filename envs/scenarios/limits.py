@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -14,7 +14,7 @@ from ..plants.profile import GIB, HardwareProfile, load_framework, load_hardware
 from ..plants.setting import coefficients
 from . import disturbances as kinds
 from .scenario import Scenario
-from .workloads import dataset
+from .workloads import dataset, sample_lengths
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
@@ -22,11 +22,6 @@ Kind = TypeVar("Kind", bound=BaseModel)
 _FULL = 1.0 / 3.0
 _LONGEST_INTERVAL_S = 300.0
 EPISODE = 120  #: control intervals
-
-
-@cache
-def _lengths(data: str, tokens_scale: float, max_length: float) -> Lengths:
-    return dataset(data).lengths().scaled(tokens_scale).limited(max_length, "truncate")
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Limits:
     def lengths(self) -> Lengths:
         """Of the samples, in the model's tokens."""
         work = self.scenario.workload
-        return _lengths(work.data, load_model(work.model).tokens_scale.value, work.max_length)
+        return sample_lengths(work.data, load_model(work.model).tokens_scale.value, work.max_length)
 
     @property
     def samples(self) -> int:

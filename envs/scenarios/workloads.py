@@ -72,3 +72,9 @@ def dataset(name: str) -> Dataset:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f"unknown dataset {name!r}; {hint}Known: {', '.join(DATASETS)}")
     return DATASETS[name]
+
+
+@cache
+def sample_lengths(data: str, tokens_scale: float, max_length: float) -> Lengths:
+    """Lengths that a run trains on: in its model's tokens (`ModelProfile.tokens_scale`), cut at `max_length`."""
+    return dataset(data).lengths().scaled(tokens_scale).limited(max_length, "truncate")
